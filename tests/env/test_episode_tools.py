@@ -14,6 +14,8 @@ from sorl_env import Limits, Task, ToolUnavailableError, ToolUseEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
 
+from .conftest import SEARCH
+
 NOTE = "<think>a</think><note>{}</note>"
 
 
@@ -61,9 +63,8 @@ def noting(make_task: Callable[..., Task], canned: Any, notebook: Notebook) -> T
 
 
 def turns(draw: random.Random, count: int) -> list[str]:
-    choices = ["search", "note", "note", "note", "bad"]
-    written = {"search": "<think>a</think><search>x{}</search>", "note": NOTE, "bad": "nothing {}"}
-    return [written[draw.choice(choices)].format(number) for number in range(count)]
+    written = ["<think>a</think><search>x{}</search>", NOTE, NOTE, NOTE, "nothing {}"]
+    return [draw.choice(written).format(number) for number in range(count)]
 
 
 def test_a_seed_gives_each_episode_tools_with_seeds_of_their_own(noting: Task) -> None:
@@ -164,23 +165,6 @@ def test_what_is_no_stateful_tool(make_task: Callable[..., Task]) -> None:
 
 
 # --- the time that tools take -------------------------------------------------------------------------------------
-class Clocked:
-    """A search that takes ``seconds`` of a clock that the test holds."""
-
-    name, description, inline = "search", "Search slowly.", True
-    schema: Mapping[str, Any] = Notebook.schema
-
-    def __init__(self, now: list[float], seconds: float) -> None:
-        self.now, self.seconds = now, seconds
-
-    def __call__(self, text: str) -> str:
-        self.now[0] += self.seconds
-        return "found"
-
-
-SEARCH = "<think>a</think><search>x</search>"
-
-
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     held = [100.0]
@@ -202,9 +186,13 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_slow_tools_are_an_outage_and_a_slow_policy_is_not(
     make_task: Callable[..., Task], now: list[float], policy_s: float, tool_s: float, turn: int, reason: str
 ) -> None:
-    limits = Limits(max_turns=50, max_seconds=10.0)
-    task = make_task(tools=[Clocked(now, tool_s)], turn_reward=lambda example, turns: {"tool": 0.5})
-    env = ToolUseEnv(task, limits=limits)
+    def search(query: str) -> str:
+        now[0] += tool_s
+        return "found"
+
+    search.inline = True  # type: ignore[attr-defined]
+    task = make_task(tools=[search], turn_reward=lambda example, turns: {"tool": 0.5})
+    env = ToolUseEnv(task, limits=Limits(max_turns=50, max_seconds=10.0))
     env.reset(seed=0)
     for number in range(turn + 1):
         now[0] += policy_s

@@ -55,17 +55,23 @@ def record(envs: Any) -> list[Any]:
     return seen
 
 
-def test_processes_return_what_environments_in_this_one_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the latencies of calls."""
+@pytest.mark.parametrize(
+    ("env_id", "context"),
+    [("sorl/NQ-v0", None), pytest.param("sorl/Task-v0", "spawn", marks=pytest.mark.slow)],
+)
+def test_processes_return_what_environments_in_this_one_do(
+    env_id: str, context: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the latencies of calls. A process that is spawned shares nothing with this one."""
     monkeypatch.setattr("sorl_env.tool.ToolCall.__repr__", lambda call: f"{call.argument} {call.reply}")
-    own = {"shared_memory": False}
-    envs = (
-        gymnasium.make_vec("sorl/NQ-v0", 2, vectorization_mode="sync"),
-        gymnasium.make_vec("sorl/NQ-v0", 2, vectorization_mode="async", vector_kwargs=own),
-    )
-    assert isinstance(envs[0], SyncVectorEnv) and isinstance(envs[1], AsyncVectorEnv)
-    for one, other in zip(*map(record, envs), strict=True):
-        assert str(one[-1]) == str(other[-1])
+    (tmp_path / "echoes.py").write_text(TASK_FILE)
+    settings = {"task": str(tmp_path / "echoes.py")} if env_id == "sorl/Task-v0" else {}
+    own = {"shared_memory": False, "context": context}
+    here = gymnasium.make_vec(env_id, 2, vectorization_mode="sync", **settings)
+    there = gymnasium.make_vec(env_id, 2, vectorization_mode="async", vector_kwargs=own, **settings)
+    assert isinstance(here, SyncVectorEnv) and isinstance(there, AsyncVectorEnv)
+    for one, other in zip(record(here), record(there), strict=True):
+        assert context or str(one[-1]) == str(other[-1])
         assert data_equivalence(one[:-1], other[:-1])
 
 
@@ -84,19 +90,6 @@ def test_environments_in_one_process_share_their_tools_when_they_are_spawned(tas
     assert (rewards.tolist(), terminated.tolist()) == ([0.0, 0.0, 1.0], [False, False, True])
     assert infos["stop_reason"].tolist() == [None, None, "answer"]
     assert [parsed.kind for parsed in infos["parsed"]] == ["tool", "invalid", "answer"]
-
-
-@pytest.mark.slow
-def test_processes_that_share_nothing_with_this_one(tmp_path: Path) -> None:
-    (tmp_path / "echoes.py").write_text(TASK_FILE)
-    settings = {"task": str(tmp_path / "echoes.py")}
-    expected = record(gymnasium.make_vec("sorl/Task-v0", 2, vectorization_mode="sync", **settings))
-    spawned = {"context": "spawn", "shared_memory": False}
-    envs = gymnasium.make_vec(
-        "sorl/Task-v0", 2, vectorization_mode="async", vector_kwargs=spawned, **settings
-    )
-    for one, other in zip(record(envs), expected, strict=True):
-        assert data_equivalence(one[:-1], other[:-1])
 
 
 def test_a_task_by_its_path(tmp_path: Path) -> None:

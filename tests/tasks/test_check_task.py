@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -15,10 +15,6 @@ from sorl_env import Example, Limits, Task, ToolSettings, ToolUnavailableError, 
 from sorl_env.commands.check_task import check_task, main
 from sorl_env.rewards import answer_match, exact_match
 from tests.env.test_episode_tools import Characters
-
-
-def reward(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
-    return {"exact_match": exact_match(turns[-1].content, example.golden_answers)}
 
 
 def echo(text: str) -> str:
@@ -31,11 +27,15 @@ def add(left: int, right: int = 1) -> str:
     return str(left + right)
 
 
+def scores(score: Callable[[str, Example], float]) -> Any:
+    return lambda example, turns: {"score": score(turns[-1].content, example)}
+
+
 TAGS = "<echo> <add> <answer>"  # a policy would be told more
 GOOD = Task(
     name="good",
     prompt=lambda example: f"{TAGS} {example.question}",
-    reward=reward,
+    reward=scores(lambda answer, example: exact_match(answer, example.golden_answers)),
     parse_row=lambda row: Example(row["id"], row["question"], (row["gold"],)),
     tools=[echo, add],
     embedded=lambda split: [Example(str(i), f"{i} + {i}?", (str(2 * i),)) for i in range(5)],
@@ -58,56 +58,35 @@ def failures(**changes: Any) -> dict[str, str]:
 
 def test_a_good_task_passes() -> None:
     checks = check_task(ToolUseEnv(GOOD), limit=3)
-    assert [check.name for check in checks if check.passed] == [
-        "rows",
-        "gold answer",
-        "empty answer",
-        "wrong answer",
-        "prompts",
-        "tool echo",
-        "tool add",
-        "seeds",
-        "episodes",
+    names = ["rows", "gold answer", "empty answer", "wrong answer", "prompts", "tool echo", "tool add"]
+    assert [(check.name, check.passed) for check in checks] == [
+        (n, True) for n in (*names, "seeds", "episodes")
     ]
-    assert len(checks) == 9
     assert "3 score 1" in checks[1].detail
+    counted = check_task(ToolUseEnv(GOOD), tokenizer=Characters())
+    assert counted[4].detail.startswith(f"longest {len(TAGS) + 7}")
 
 
 def test_a_task_without_gold_answers_needs_an_expert() -> None:
-    def judged(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
-        return {"even": float(turns[-1].content in ("2", "4"))}
-
-    changes = {"reward": judged, "embedded": lambda split: [Example("0", "an even number?")]}
+    even = scores(lambda answer, example: float(answer in ("2", "4")))
+    changes = {"reward": even, "embedded": lambda split: [Example("0", "an even number?")]}
     assert "no golden_answers and no expert" in failures(**changes)["gold answer"]
-    good = lambda example, observations: "<think>x</think><answer>2</answer>"  # noqa: E731
-    assert failures(**changes, expert=good) == {}
-    bad = lambda example, observations: "<think>x</think><answer>3</answer>"  # noqa: E731
-    assert failures(**changes, expert=bad) == {
+    assert failures(**changes, expert=lambda *_: "<think>x</think><answer>2</answer>") == {}
+    assert failures(**changes, expert=lambda *_: "<think>x</think><answer>3</answer>") == {
         "expert": "solves 0 of 1; the first that it does not: example '0' ends with answer, reward 0, turn "
         "'<think>x</think><answer>3</answer>'"
     }
     assert failures(**changes, expert=lambda *_: None) == {"expert": "solves 0 of 1, gives up on 1"}
-    assert (
-        failures(expert=lambda *_: None) == {}
-    )  # the gold answers have shown that the reward can be reached
+    assert failures(expert=lambda *_: None) == {}  # here gold answers show that the reward can be reached
 
 
-def test_a_tokenizer_counts_exactly() -> None:
-    checks = {check.name: check for check in check_task(ToolUseEnv(GOOD), tokenizer=Characters())}
-    assert checks["prompts"].detail.startswith(f"longest {len(TAGS) + 7}")
-
-
-def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["nq", "--split", "test", "--limit", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "task nq: 7 examples, split test, embedded, a sample and not the benchmark"
-    assert lines[1].startswith("  ok    rows")
-    assert lines[-1] == "all 9 checks passed"
-
-
-def test_command_line_with_data_and_corpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert lines[1].startswith("  ok    rows") and lines[-1] == "all 9 checks passed"
     monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
     data, corpus = tmp_path / "q.jsonl", tmp_path / "c.jsonl"
     data.write_text(json.dumps({"question": "Who?", "golden_answers": ["<search>"]}) + "\n")
@@ -149,16 +128,15 @@ class Sharing(Notebook):
         return made
 
 
-class Shared:
-    """The same without the hook."""
+def shared() -> Any:
+    """The same without ``new_episode``."""
+    notebook = Notebook()
 
-    name, description, inline, schema = "note", "Notes.", True, Notebook.schema
+    def note(do: Literal["read", "write"], text: str) -> str:
+        """Take notes."""
+        return notebook(do, text)
 
-    def __init__(self) -> None:
-        self.inner = Notebook()
-
-    def __call__(self, do: str, text: str) -> str:
-        return self.inner(do, text)
+    return note
 
 
 def two_functions() -> list[Any]:
@@ -231,10 +209,6 @@ def out(text: str) -> str:
     raise ToolUnavailableError("the cable is cut")
 
 
-def scores(value: float) -> Any:
-    return lambda example, turns: {"fixed": value}
-
-
 def asks(*examples: Example) -> Any:
     return lambda split: list(examples)
 
@@ -246,9 +220,10 @@ def shows(tags: str) -> Any:
 @pytest.mark.parametrize(
     ("changes", "check", "said"),
     [
-        ({"reward": scores(0.5)}, "gold answer", "'0' scores 0.5"),
-        ({"reward": scores(1.0)}, "wrong answer", r"scores 1 \{'fixed': 1.0\}, expected 0"),
-        ({"reward": scores(1.0)}, "empty answer", "'' scores 1"),
+        ({"reward": scores(lambda *_: 0.5)}, "gold answer", "'0' scores 0.5"),
+        ({"reward": scores(lambda *_: 1.0)}, "wrong answer", r"scores 1 \{'score': 1.0\}, expected 0"),
+        ({"reward": scores(lambda *_: 1.0)}, "empty answer", "'' scores 1"),
+        ({"reward": scores(lambda *_: {}["gold"])}, "gold answer", "it raised KeyError: 'gold'"),
         ({"wrong_answer": lambda example: example.golden_answers[0]}, "wrong answer", "'0' scores 1"),
         ({"embedded": asks(Example("0", "q", ("<answer>",)))}, "gold answer", "example '0': '<answer>' scores 0"),
         ({"embedded": asks(Example("0", "q", ("x",)), Example("1", "q"))}, "gold answer", "'1' has no golden_answers"),
@@ -264,7 +239,7 @@ def shows(tags: str) -> Any:
         ({"tools": [look_up]}, "tool look_up", r"asked for '\?': it raised KeyError: .*; raise ToolInputError"),
         ({"tools": [leave]}, "tool leave", r"asked for '\?': it raised SystemExit\(0\), which may not end"),
         ({"tools": [short]}, "tool short", r"an empty reply to 'xxx.*\.\.\.', which tells the policy nothing"),
-        ({"tools": [echo, Shared()]}, "episodes", "tool note replies .* in a later episode .* Give it new_episode"),
+        ({"tools": [echo, shared()]}, "episodes", "tool note replies .* in a later episode .* Give it new_episode"),
         ({"tools": [echo, counter()]}, "episodes", "tool count replies .* in a later episode .* Give it new_episode"),
         ({"tools": [echo, *two_functions()]}, "episodes", "tool read replies 'Nothing .* remembers earlier episodes"),
         ({"tools": [echo, Sharing()]}, "episodes", "tool note replies .* new_episode, which must not share anything"),
@@ -277,12 +252,14 @@ def test_what_is_wrong_with_a_task_is_found_and_named(changes: Any, check: str, 
     assert re.search(said, found[check]), found
 
 
-def test_an_expert_that_trips_hides_no_other_check() -> None:
+def test_an_expert_or_a_reward_that_raises_hides_no_other_check() -> None:
     def expert(example: Example, observations: Sequence[str]) -> str:
         if not observations:
             return "<echo>no thought</echo>"
         return f"<think>x</think><answer>{re.search('said (.*)', observations[-1])[1]}</answer>"  # type: ignore[index]
 
+    fails = scores(lambda *_: {}["gold"])
+    assert "tool divide" in failures(reward=fails, tools=[divide])
     found = failures(expert=expert, limits=Limits(max_prompt_tokens=3))
     assert list(found) == ["prompts", "expert"]
     assert re.match(
@@ -291,22 +268,11 @@ def test_an_expert_that_trips_hides_no_other_check() -> None:
     assert "Invalid turn" in found["expert"]
 
 
-def test_a_reward_that_trips_hides_no_other_check() -> None:
-    def trips(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
-        raise KeyError("gold")
-
-    found = failures(reward=trips, tools=[divide])
-    assert "it raised KeyError: 'gold'" in found["gold answer"] and "tool divide" in found
-
-
 @pytest.mark.parametrize("gold", ["A", "!!", "The The", "A+"])
 def test_gold_answers_of_which_normalization_leaves_nothing(gold: str) -> None:
     def judged(match: Any) -> dict[str, str]:
-        def judge(example: Example, turns: Sequence[Any]) -> Mapping[str, float]:
-            answered = turns[-1].kind == "answer"
-            return {"match": match(turns[-1].content, example.golden_answers) if answered else 0.0}
-
-        return failures(embedded=lambda split: [Example("0", "which?", (gold,))], reward=judge)
+        reward = scores(lambda answer, example: match(answer, example.golden_answers) if answer else 0.0)
+        return failures(embedded=asks(Example("0", "which?", (gold,))), reward=reward)
 
     assert "'...' scores 1" in judged(exact_match)["empty answer"]
     assert judged(answer_match) == {}
