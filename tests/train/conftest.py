@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.task.registry import load_task
+from sorl_env.trajectory import Trajectory
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
+from sorl_train.models.policy import load_policy, load_tokenizer
 from sorl_train.run.folder import RunDir
 from sorl_train.train_rl import run
 
@@ -64,6 +67,19 @@ class QuietDisplay:
     def close(self, summary: Any = None) -> None: ...
 
 
+def flags(settings: dict[str, Any]) -> list[str]:
+    """The settings as words of a command line."""
+    pairs = (
+        (name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()
+    )
+    return [word for name, value in pairs for word in (f"--{name}", value)]
+
+
+def weights_of(model: Any) -> torch.Tensor:
+    """A copy of all parameters, one after the other."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
 def short_config(**overrides: Any) -> TrainConfig:
     """The quickstart shrunk to seconds; ``a__b=1`` overrides ``a.b``."""
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
@@ -100,6 +116,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def minihop_env() -> ToolUseEnv:
     return ToolUseEnv(load_task("minihop", **WORLD))
+
+
+@pytest.fixture(scope="session")
+def trajectories(tiny_folder: str, minihop_env: ToolUseEnv) -> list[Trajectory]:
+    """Eight of the tiny policy, some with several turns."""
+    from .rollout.test_sampler import roll
+
+    found = roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 8)[0]
+    assert any(len(t.turns) > 1 for t in found)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.recorder import Recorder
 
-from .conftest import WORLD, train_short
+from .conftest import WORLD, flags, train_short
 from .outcomes import SMALL, UNDERSCORED, Killed, outcome
 
 
@@ -182,11 +182,8 @@ class ForkedRuns:
         timers: Sequence[Sequence[int]] = (),
     ) -> Ended:
         """Run to the end."""
-        words = [*words, "--run_dir", str(folder)]
-        for name, value in settings.items():
-            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
         order = {
-            "arguments": words,
+            "arguments": [*words, "--run_dir", str(folder), *flags(settings)],
             "folder": str(folder),
             "log": str(self.log),
             "changes": str(self._changes),

@@ -32,11 +32,7 @@ from sorl_train.run.metrics_log import iter_token_records, sidecar_of
 from sorl_train.sft.cold_start import resolve_model
 
 from ..waiting import wait_until
-from .conftest import SHORT, QuietDisplay, short_config, train_short
-
-
-def flags(settings: dict[str, Any]) -> list[str]:
-    return [part for name, value in settings.items() for part in (f"--{name}", json.dumps(value))]
+from .conftest import SHORT, QuietDisplay, flags, short_config, train_short
 
 
 def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:

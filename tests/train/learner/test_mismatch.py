@@ -19,13 +19,12 @@ from sorl_train.config.files import load_config
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by, turn_mismatch
 from sorl_train.models.forward import autocast
-from sorl_train.models.policy import load_critic, load_policy, load_tokenizer
+from sorl_train.models.policy import load_critic, load_tokenizer
 from sorl_train.rollout import sampler
 from sorl_train.rollout.kv_cache import RowCache
 from sorl_train.run.files import read_jsonl as read_metrics
 
-from ..conftest import SHORT, train_short
-from ..rollout.test_sampler import roll
+from ..conftest import SHORT, flags, train_short
 
 
 # --- faults of a sampler, each planted in a run ---------------------------------------------------------------
@@ -84,9 +83,7 @@ def test_the_command_ends_with_an_error_and_a_resumed_run_is_checked_too(
 ) -> None:
     run = tmp_path / "run"
     settings = SHORT | {"update.mini_batch_size": 8, "run_dir": str(run), "update.steps": 1}
-    command = ["--config", "quickstart", "--hardware.device", "cpu"]
-    for name, value in settings.items():
-        command += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    command = ["--config", "quickstart", "--hardware.device", "cpu", *flags(settings)]
     with monkeypatch.context() as patch:
         temperature(patch)
         assert cli.main(command) not in (0, None)
@@ -116,14 +113,6 @@ def test_zero_turns_the_check_off_and_stale_batches_pass(
 
 
 # --- the check itself -----------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def trajectories(tiny_folder: str, minihop_env: Any) -> list[Trajectory]:
-
-    found = roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 8)[0]
-    assert any(len(t.turns) > 1 for t in found)
-    return found
-
-
 def check(
     batch: Batch, log_probs: torch.Tensor, path: Path, limit: float = 0.001, top_p: float = 1.0
 ) -> None:

@@ -28,7 +28,7 @@ from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import load_policy, load_tokenizer
 
-from ..conftest import short_config
+from ..conftest import short_config, weights_of
 from ..rollout.test_sampler import roll
 
 LIMIT = 0.01
@@ -69,10 +69,6 @@ def train_on(update: PolicyUpdate, minis: list[Batch], look: Batch, lr: float) -
         update.step(mini, lr, means)
     update.end_batch(look, means)
     return means.result()
-
-
-def flat(model: Any) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
 def trust_of(update: PolicyUpdate) -> TrustRegion:
@@ -160,7 +156,7 @@ def test_small_steps_are_those_without_a_trust_region(tiny_folder: str, batch: B
     minis = [batch.rows(range(4)), batch.rows(range(4, 9))]
     without = train_on(update_of(free, config(**{"update.trust_kl": None})), minis, batch, 1e-4)
     found = train_on(update_of(held, config()), minis, batch, 1e-4)
-    assert torch.equal(flat(free), flat(held))
+    assert torch.equal(weights_of(free), weights_of(held))
     assert {name: value for name, value in found.items() if "trust" not in name} == without
     assert found["loss/trust_moves_back"] == 0.0 and 0 < found["loss/trust_kl"] < LIMIT
 
@@ -168,19 +164,21 @@ def test_small_steps_are_those_without_a_trust_region(tiny_folder: str, batch: B
 def test_the_last_step_is_taken_back_along_its_line(tiny_folder: str, batch: Batch) -> None:
     """One step of plain SGD that goes too far: what stays is a part of it, and its KL is what is reported."""
     model = load_policy(tiny_folder)
-    before = flat(model)
+    before = weights_of(model)
     update = update_of(model, config(), sgd=True)
     means = Means()
     update.begin_batch()
     update.step(batch, 30.0, means)
-    there = flat(model)
+    there = weights_of(model)
     kls = [token_kl(current(model, batch), batch)]
     assert kls[0] > LIMIT
     update.end_batch(batch, means)
     share = 1.0
     for kept in torch.linspace(0, 1, 4001):  # the one number that explains all weights
         if torch.allclose(
-            flat(model), torch.lerp(before, there, kept), atol=1e-4 * float((there - before).abs().max())
+            weights_of(model),
+            torch.lerp(before, there, kept),
+            atol=1e-4 * float((there - before).abs().max()),
         ):
             share = float(kept)
             break
@@ -204,7 +202,7 @@ def test_no_rate_leaves_the_region(lr: float, algo: str, tiny_folder: str, batch
     for _ in range(4):
         start = batch.with_fields(old_log_probs=current(model, batch))
         found = train_on(update, [start.rows(range(k, 9, 3)) for k in range(3)], start, lr)
-        assert torch.isfinite(flat(model)).all()
+        assert torch.isfinite(weights_of(model)).all()
         assert token_kl(current(model, start), start) <= LIMIT * 1.001
         scales.append(found["loss/trust_scale"])
     assert scales[0] < 1.0 and scales[-1] < min(1.0, 0.1 / lr), scales
@@ -213,12 +211,12 @@ def test_no_rate_leaves_the_region(lr: float, algo: str, tiny_folder: str, batch
 def test_weights_that_are_not_finite_go_back_to_where_the_batch_began(tiny_folder: str, batch: Batch) -> None:
     model = load_policy(tiny_folder)
     update = update_of(model, config())
-    before, means = flat(model), Means()
+    before, means = weights_of(model), Means()
     update.begin_batch()
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
     update.step(batch, 0.0, means)
-    assert torch.equal(flat(model), before)
+    assert torch.equal(weights_of(model), before)
     broken = batch.with_fields(advantages=torch.full_like(batch.rollout_log_probs, math.nan))
     with pytest.raises(NonFiniteError, match="the policy loss"):  # no weights help against that
         update.step(broken, 0.0, means)
@@ -239,14 +237,14 @@ def test_a_limit_below_the_noise_of_unmoved_weights_ends_the_run(
     noisy = batch.with_fields(**{field: batch.old_log_probs + math.sqrt(2 * NOISE)})
     model = load_policy(tiny_folder)
     update = update_of(model, config(**{"update.trust_kl": limit}))
-    before, trust, means = flat(model), trust_of(update), Means()
+    before, trust, means = weights_of(model), trust_of(update), Means()
     update.begin_batch()
     if stops:
         with pytest.raises(UserError, match=rf"trust_kl={limit:g}.* was 1e-05 .*at least 0.0001"):
             update.step(noisy, 1e-4, means)
     else:
         update.step(noisy, 1e-9, means)
-    assert trust.scale == 1.0 and trust.moves == 0 and torch.equal(flat(model), before) == stops
+    assert trust.scale == 1.0 and trust.moves == 0 and torch.equal(weights_of(model), before) == stops
 
 
 def test_noise_also_shows_where_the_first_step_cannot_show_it(tiny_folder: str, batch: Batch) -> None:
@@ -268,6 +266,6 @@ def test_without_advantages_nothing_moves_and_the_scale_stays(tiny_folder: str, 
     silent = batch.with_fields(advantages=torch.zeros_like(batch.rollout_log_probs))
     assert train_on(update, [silent], silent, 1e-6)["loss/trust_scale"] == 1.0
     grown = train_on(update, [batch], batch, 1e-6)["loss/trust_scale"]
-    before = flat(model)
+    before = weights_of(model)
     assert grown > 1.0 and train_on(update, [silent], silent, 1e-3)["loss/trust_scale"] == grown
-    assert torch.equal(flat(model), before)
+    assert torch.equal(weights_of(model), before)

@@ -25,14 +25,8 @@ from sorl_train.models.packing import enable_packing
 from sorl_train.models.policy import load_critic, load_policy, load_tokenizer
 from sorl_train.rollout.sampler import TransformersSampler
 
-from ..conftest import short_config
-from ..rollout.test_sampler import roll
+from ..conftest import short_config, weights_of
 from .test_batch import trajectory
-
-
-@pytest.fixture(scope="module")
-def trajectories(tiny_folder: str, minihop_env: ToolUseEnv) -> list[Trajectory]:
-    return roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 8)[0]
 
 
 def off_policy(batch: Batch, seed: int = 0, spread: float = 0.4) -> Batch:
@@ -56,7 +50,7 @@ def step(
     update = PolicyUpdate(TorchBackend(model, kind(model.parameters(), lr=0.1)), config)
     means = Means()
     update.step(batch, 0.1, means)
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
+    return weights_of(model), means.result()
 
 
 @pytest.mark.parametrize(("norm", "target"), [("rms", "update"), ("logit", "gradient")])
@@ -115,7 +109,7 @@ def test_the_backward_pass_of_micro_batches_without_advantages_is_left_out(
         for _ in range(2):
             update.step(batch, 0.01, means)
         assert backend.backwards == 2 * (4 if always else expected)
-        found.append((torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()))
+        found.append((weights_of(model), means.result()))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 
@@ -197,10 +191,10 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
     batch = off_policy(collate(trajectories))
     means = Means()
     update.step(batch, 1e-3, means)
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    before = weights_of(model)
     silent = Means()
     update.step(batch.with_fields(advantages=torch.zeros_like(batch.rollout_log_probs)), 1e-3, silent)
-    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    after = weights_of(model)
     assert torch.equal(before, after) == skip
     assert silent.result()["loss/signal_frac"] == 0.0 < means.result()["loss/signal_frac"]
 
@@ -218,7 +212,7 @@ def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(
 
     def state() -> tuple[torch.Tensor, torch.Tensor]:
         moments = [value.flatten() for s in optimizer.state.values() for value in s.values()]
-        return torch.cat([p.detach().flatten() for p in critic.parameters()]), torch.cat(moments)
+        return weights_of(critic), torch.cat(moments)
 
     update.step(batch, 0.01, means)
     before = state()

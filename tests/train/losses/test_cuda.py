@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sorl_train.losses.log_probs import token_log_probs
 
-from .keywords import policy_loss
+from .keywords import drawn, policy_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,20 +18,14 @@ pytestmark = [
 
 def inputs(device: str) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
-    mask = torch.rand(6, 200, generator=g) < 0.6
-    mask[2] = False
-    tensors = {
-        "log_probs": torch.randn(6, 200, generator=g),
-        "old": torch.randn(6, 200, generator=g),
-        "advantages": torch.randn(6, 200, generator=g),
-        "mask": mask,
+    tensors = drawn(0, 6, 200) | {
         "turns": (torch.rand(6, 200, generator=g) < 0.05).cumsum(1),
         "scale": torch.rand(6, 200, generator=g),
         "logits": torch.randn(6, 20, 300, generator=g),
         "targets": torch.randint(0, 300, (6, 20), generator=g),
-        "groups": torch.tensor([0, 0, 0, 1, 1, 1]),
     }
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    tensors["mask"][2] = False
+    return {name: tensor.detach().to(device) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "sequence"])
@@ -40,15 +34,8 @@ def test_policy_loss(level: str) -> None:
     for device in ("cpu", "cuda"):
         x = inputs(device)
         log_probs = x["log_probs"].requires_grad_()
-        output = policy_loss(
-            log_probs,
-            x["old"],
-            x["advantages"],
-            x["mask"],
-            x["turns"],
-            ratio_level=level,
-            logit_scale=x["scale"],
-        )
+        tensors = (log_probs, x["old"], x["advantages"], x["mask"], x["turns"])
+        output = policy_loss(*tensors, ratio_level=level, logit_scale=x["scale"])
         gradient = torch.autograd.grad(output.loss, log_probs)[0]
         results.append((gradient.cpu(), output.stats.norms(), output.stats.metrics()))
     torch.testing.assert_close(results[1][0], results[0][0], atol=1e-7, rtol=1e-4)

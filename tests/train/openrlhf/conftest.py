@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import socket
@@ -19,6 +18,7 @@ from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE, import_folders
 from sorl_train.run.files import read_jsonl
 
 from ..conftest import SHORT as LOCAL
+from ..conftest import flags
 
 TINY = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
 
@@ -49,10 +49,7 @@ def command(run_dir: Path, *more: str, **overrides: Any) -> list[str]:
     settings = SHORT | {name.replace("__", "."): value for name, value in overrides.items()}
     if settings["engine"] == "local":
         settings = {name: value for name, value in settings.items() if not name.startswith("cluster.")}
-    flags = []
-    for name, value in settings.items():
-        flags += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
-    return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags]
+    return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags(settings)]
 
 
 def train(run_dir: Path, *more: str, **overrides: Any) -> subprocess.CompletedProcess[str]:

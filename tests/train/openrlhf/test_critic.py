@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_env.envs.tool_use import ToolUseEnv
+from sorl_env.trajectory import Trajectory
 from sorl_train.config.files import load_config
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import CriticUpdate
-from sorl_train.models.policy import Critic, load_critic, load_policy, load_tokenizer
+from sorl_train.models.policy import Critic, load_critic, load_tokenizer
 
-from ..rollout.test_sampler import roll
 from .conftest import deepspeed_results
 
 pytestmark = pytest.mark.openrlhf
@@ -53,9 +52,8 @@ def folder(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def batch(tiny_folder: str, minihop_env: ToolUseEnv) -> Batch:
+def batch(trajectories: list[Trajectory]) -> Batch:
     """Eight trajectories of different lengths, with returns to learn."""
-    trajectories, _ = roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), 8)
     batch = collate(trajectories)
     returns = torch.linspace(-1, 1, batch.action_mask.numel()).view(batch.action_mask.shape)
     return batch.with_fields(returns=returns * batch.action_mask)

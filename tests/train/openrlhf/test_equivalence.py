@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_env.envs.tool_use import ToolUseEnv
-from sorl_env.trajectory import StopReason
+from sorl_env.trajectory import StopReason, Trajectory
 from sorl_env.trajectory.token_classes import TokenClassifier
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import load_config
@@ -21,8 +20,8 @@ from sorl_train.learner.optimizer_step import Means
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy, load_tokenizer
 
+from ..conftest import weights_of
 from ..learner.test_update import off_policy
-from ..rollout.test_sampler import roll
 from .conftest import deepspeed_results
 
 pytestmark = pytest.mark.openrlhf
@@ -42,12 +41,11 @@ Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def batch(tiny_folder: str, minihop_env: ToolUseEnv) -> Batch:
+def batch(tiny_folder: str, trajectories: list[Trajectory]) -> Batch:
     """Eight trajectories, one of them excluded, far off policy, with some reference to be away from."""
-    tokenizer = load_tokenizer(tiny_folder)
-    trajectories, _ = roll(minihop_env, load_policy(tiny_folder), tokenizer, 8)
-    trajectories[3] = dataclasses.replace(trajectories[3], stop_reason=StopReason.ERROR)
-    drifted = off_policy(collate(trajectories, classify=TokenClassifier(tokenizer)))
+    lost = dataclasses.replace(trajectories[3], stop_reason=StopReason.ERROR)
+    found = [*trajectories[:3], lost, *trajectories[4:]]
+    drifted = off_policy(collate(found, classify=TokenClassifier(load_tokenizer(tiny_folder))))
     return drifted.with_fields(ref_log_probs=drifted.rollout_log_probs * 0.9)
 
 
@@ -94,11 +92,11 @@ def local_step(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Parameters before and after a step of plain SGD, and the metrics."""
     model = load_policy(folder, config.hardware.device)
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    before = weights_of(model)
     update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=LR)), config)
     means = Means()
     update.step(batch, LR, means)
-    return before, torch.cat([p.detach().flatten() for p in model.parameters()]), means.result()
+    return before, weights_of(model), means.result()
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ..conftest import flags
 from .conftest import metrics
 
 pytestmark = [pytest.mark.openrlhf, pytest.mark.slow]
@@ -39,15 +39,10 @@ LOCAL = {
 
 def curve(run_dir: Path, config: str, settings: dict[str, Any]) -> dict[int, float]:
     """Greedy success on the test split by step."""
-    flags = [str(part) for name, value in settings.items() for part in (f"--{name}", _text(value))]
-    command = [sys.executable, "-m", "sorl_train.cli", "--config", config, "--run_dir", str(run_dir), *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["--config", config, "--run_dir", str(run_dir), *flags(settings)]
+    done = subprocess.run([sys.executable, "-m", "sorl_train.cli", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {line["step"]: line["eval/success"] for line in metrics(run_dir) if "eval/success" in line}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def test_success_rises_as_with_the_local_engine(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from sorl_train.models.tiny import build_tiny_policy
 from sorl_train.sft.fine_tune import expert_demos, fine_tune
 
 from ..config.test_paper_configs import SHRUNK
+from ..conftest import flags
 from .conftest import SHORT, metrics
 
 pytestmark = pytest.mark.openrlhf
@@ -82,14 +83,6 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
     return build
 
 
-def command(name: str, run_dir: Path, settings: dict[str, Any]) -> list[str]:
-    flags = []
-    for key, value in settings.items():
-        flags += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
-    module = [sys.executable, "-m", "sorl_train.cli"]
-    return [*module, "--config", f"paper/{name}", "--run_dir", str(run_dir), *flags]
-
-
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -102,7 +95,9 @@ def test_two_real_steps(
 ) -> None:
     start, run_dir = load_config(f"paper/{name}"), tmp_path / "run"
     settings = {**ON_A_CPU, **guessing(start.task), **more}
-    done = subprocess.run(command(name, run_dir, settings), capture_output=True, text=True, timeout=600)
+    words = ["--config", f"paper/{name}", "--run_dir", str(run_dir), *flags(settings)]
+    command = [sys.executable, "-m", "sorl_train.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     log = run_dir / "openrlhf.log"
     assert done.returncode == 0, done.stderr + (
         log.read_text(errors="replace")[-6000:] if log.is_file() else ""

@@ -16,6 +16,7 @@ from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy
 from sorl_train.run.files import read_jsonl
 
+from ..conftest import weights_of
 from ..learner.test_trust_region import batch as batch  # a fixture
 from ..learner.test_trust_region import current
 from .conftest import deepspeed_results, metrics, train
@@ -62,7 +63,7 @@ def results(tiny_folder: str, batch: Batch, tmp_path_factory: pytest.TempPathFac
 def local(tiny_folder: str, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, float]]]:
     """Weights before and after, and metrics, of the same updates by the local engine's class with plain SGD."""
     case, model, found = case_of(tiny_folder, batch, 4), load_policy(tiny_folder), []
-    before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    before = weights_of(model)
     update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=RATE)), case["config"])
     for rate in (RATE, 100 * RATE):  # in the second batch the scale is small already
         means = Means()
@@ -75,7 +76,7 @@ def local(tiny_folder: str, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, l
             update.step(mini, rate, means)
         update.end_batch(sample, means)
         found.append(means.result())
-    return before, torch.cat([p.detach().flatten() for p in model.parameters()]), found
+    return before, weights_of(model), found
 
 
 @pytest.mark.parametrize(("ranks", "stage"), SHARDS)

@@ -19,7 +19,7 @@ from sorl_train.learner.update import PolicyUpdate
 from sorl_train.models.policy import load_policy
 from sorl_train.plugins.objective import turn_ids_of
 
-from ..conftest import short_config
+from ..conftest import short_config, weights_of
 from ..learner.test_batch import trajectory
 from .conftest import ToolPolicy
 
@@ -69,10 +69,6 @@ def trainer_of(
         tools=[policy.search] if tools else None,
         **sorl,
     )
-
-
-def weights(model: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 class Keep(TrainerCallback):
@@ -182,7 +178,7 @@ def test_steps_are_those_of_our_engine(tool_policy: ToolPolicy, tmp_path: Path) 
     config = short_config(algo="so_grpo", loss__ratio="turn", **OURS)
     model, found = by_our_engine(tool_policy, batch_of(batches[0]), config)
     assert found["loss/normalizer"] < 1.0
-    torch.testing.assert_close(weights(trainer.model), weights(model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights_of(trainer.model), weights_of(model), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -205,7 +201,7 @@ def test_the_trust_region_is_that_of_our_engine(tool_policy: ToolPolicy, tmp_pat
     look = batch_of(batches[0][:1])  # one of four micro-batches
     model, found = by_our_engine(tool_policy, batch_of(batches[0]), config, look)
     assert found["loss/trust_moves_back"] >= 1
-    torch.testing.assert_close(weights(trainer.model), weights(model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights_of(trainer.model), weights_of(model), atol=1e-5, rtol=0)
     trainer._trust._batch[0][0]["completion_mask"] = torch.zeros_like(batches[0][0]["completion_mask"])
     assert trainer._trust._kl() > 0.0  # of the next micro-batch, where TRL masks truncated completions
     resumed = trainer_of(tool_policy, tmp_path, sorl=SorlOptions("grpo", trust_kl=1e-4), **OFF_POLICY)
