@@ -13,14 +13,12 @@ from sorl_train.learner.dapo import drop_rows_without_loss
 from sorl_train.learner.diagnostics import quantiles
 from sorl_train.learner.mismatch import turn_mismatch
 from sorl_train.losses.advantages import (
+    TurnGroups,
     first_of_turns,
     gae,
     group_advantages,
     on_tokens,
-    return_group_advantages,
-    state_group_advantages,
     turn_gae,
-    turn_group_advantages,
     turn_sums,
     turn_table,
     whiten,
@@ -73,18 +71,16 @@ def _compared(batch: Batch, rewards: Tensor, kind: AdvantageKind, loss: LossConf
         totals = rewards.sum(dim=1)
         per_row = group_advantages(totals, *who, std=loss.group_std, baseline=loss.group_baseline)
         return per_row[:, None] * batch.action_mask
-    turns, turn_rewards = turn_table(batch.turn_ids), turn_sums(rewards, batch.turn_ids)
-    weight, std, baseline = loss.turn_weight, loss.group_std, loss.group_baseline
+    turn_rewards, there = turn_sums(rewards, batch.turn_ids), turn_table(batch.turn_ids)
+    groups = TurnGroups(turn_rewards, there, *who, std=loss.group_std, baseline=loss.group_baseline)
     if kind == "group":
-        table = return_group_advantages(turn_rewards, turns, *who, std=std, baseline=baseline)
+        table = groups.by_return()
     elif kind == "turn_group":
-        table = turn_group_advantages(turn_rewards, turns, *who, weight=weight, std=std, baseline=baseline)
+        table = groups.by_turn(loss.turn_weight)
     else:
         assert batch.state_ids is not None
         states = first_of_turns(batch.state_ids, batch.turn_ids)
-        table = state_group_advantages(
-            turn_rewards, turns, states, *who, gamma=loss.gamma, weight=weight, std=std, baseline=baseline
-        )
+        table = groups.by_state(states, gamma=loss.gamma, weight=loss.turn_weight)
     return on_tokens(table, batch.turn_ids)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.run_settings import OverlongConfig, RolloutConfig
 from sorl_train.learner.batch import Batch
-from sorl_train.losses.advantages import are_equal
+from sorl_train.losses.advantages import are_equal, over_groups
 
 
 def punishment(trajectory: Trajectory, limit: int, config: OverlongConfig) -> float:
@@ -93,13 +93,8 @@ def rows_with_signal(batch: Batch) -> Tensor:
     """Bool (B,): whether the total rewards of the row's group differ, and one of the group's tokens is in the loss."""
     _, group = torch.unique(batch.group_ids, return_inverse=True)
     totals = batch.token_rewards.sum(dim=1)
-
-    def over_groups(values: Tensor, how: str) -> Tensor:
-        empty = values.new_zeros(int(group.max()) + 1)
-        return empty.scatter_reduce(0, group, values, how, include_self=False)[group]
-
-    differ = ~are_equal(over_groups(totals, "amin"), over_groups(totals, "amax"))
-    return differ & (over_groups(batch.loss_mask.any(dim=1).float(), "amax") > 0)
+    differ = ~are_equal(over_groups(totals, group, "amin"), over_groups(totals, group, "amax"))
+    return differ & (over_groups(batch.loss_mask.any(dim=1).float(), group, "amax") > 0)
 
 
 def with_signal(batch: Batch) -> Batch:

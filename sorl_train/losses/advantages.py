@@ -2,12 +2,12 @@
 
 Where a turn is one step of the agent, all its tokens share an advantage. Tables of turns are (B, K): the k-th turn of
 each of B trajectories, of which the longest has K. ``turn_ids`` is (B, T): the turn of each token, -1 off the policy's
-tokens. The comparisons of turns take the tables ``turn_rewards`` and ``turns`` (bool: the turns that there are), and
-``group_ids``, ``included`` (B,), ``std`` and ``baseline`` as ``group_advantages`` does, and return (B, K), 0 where
-there is no turn.
+tokens.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -79,6 +79,12 @@ def are_equal(lowest: Tensor, highest: Tensor) -> Tensor:
     return highest - lowest <= ROUNDING * highest.abs().clamp(min=1.0)
 
 
+def over_groups(values: Tensor, group: Tensor, how: str) -> Tensor:
+    """(N,): each member gets the "mean", "sum", .. of its group, of ``values`` (N,); ``group`` (N,) counts from 0."""
+    empty = values.new_zeros(int(group.max()) + 1)
+    return empty.scatter_reduce_(0, group, values, how, include_self=False)[group]
+
+
 def group_advantages(
     rewards: Tensor,
     group_ids: Tensor,
@@ -108,19 +114,17 @@ def group_advantages(
     if not len(kept):
         return advantages
     reward = rewards.detach()[kept].to(dtype)
-    groups, index = torch.unique(group_ids[kept], return_inverse=True)
-
-    def reduce(x: Tensor, how: str) -> Tensor:  # over each group, then back to its members
-        return x.new_zeros(len(groups)).scatter_reduce_(0, index, x, how, include_self=False)[index]
-
-    centred = reward - reduce(reward, "mean")
+    _, index = torch.unique(group_ids[kept], return_inverse=True)
+    centred = reward - over_groups(reward, index, "mean")
     # exactly 0 for equal rewards: they may be off by a rounding error, which a division by eps would blow up
-    centred = centred.masked_fill(are_equal(reduce(reward, "amin"), reduce(reward, "amax")), 0.0)
-    count = reduce(torch.ones_like(reward), "sum")
+    centred = centred.masked_fill(
+        are_equal(over_groups(reward, index, "amin"), over_groups(reward, index, "amax")), 0.0
+    )
+    count = over_groups(torch.ones_like(reward), index, "sum")
     others = (count - 1.0).clamp(min=1.0)
     relative = centred * count / others if baseline == "leave_one_out" else centred
     if std:
-        relative = relative / ((reduce(centred.square(), "sum") / others).sqrt() + eps)
+        relative = relative / ((over_groups(centred.square(), index, "sum") / others).sqrt() + eps)
     return advantages.index_copy(0, kept, relative)
 
 
@@ -181,97 +185,81 @@ def turn_gae(
     return advantages, returns
 
 
-def return_group_advantages(
-    turn_rewards: Tensor,
-    turns: Tensor,
-    group_ids: Tensor,
-    included: Tensor,
-    *,
-    std: bool = True,
-    baseline: GroupBaseline = "mean",
-) -> Tensor:
-    """Group advantages turn by turn: what turn k and those after it earn, compared over the rollouts that reached it::
+@dataclass(frozen=True)
+class TurnGroups:
+    """The turns of rollouts, whose advantages (B, K) come from comparing them in groups; 0 where there is no turn.
 
-        A_{i,k} = R_{i,k} - mean_j R_{j,k},     R_{j,k} = sum_{l >= k} r_{j,l}
-
-    What other rollouts earned depends on nothing that rollout i did. So with ``std=False`` the gradient is that of the
-    expected reward, when to stop included: with ``baseline="leave_one_out"`` exactly, but for turns that one rollout
-    alone reached, which get 0. A mean over n rollouts with i among them gives (n - 1) / n of that.
+    ``rewards`` (B, K) are those of the turns that are ``there`` (B, K) bool. ``group_ids``, ``included`` (B,), ``std``
+    and ``baseline`` are those of ``group_advantages``.
     """
-    rewards = turn_rewards.masked_fill(~turns, 0.0)
-    returns, _ = gae(rewards, torch.zeros_like(rewards), turns)
-    there = turns & included[:, None]
-    return _over_table(returns, _by_number(group_ids, turns), there, std, baseline) * turns
 
+    rewards: Tensor
+    there: Tensor
+    group_ids: Tensor
+    included: Tensor
+    std: bool = True
+    baseline: GroupBaseline = "mean"
 
-def turn_group_advantages(
-    turn_rewards: Tensor,
-    turns: Tensor,
-    group_ids: Tensor,
-    included: Tensor,
-    *,
-    weight: float = 1.0,
-    std: bool = True,
-    baseline: GroupBaseline = "mean",
-) -> Tensor:
-    """MT-GRPO (arXiv:2505.11821): the outcome's group advantage, and on earlier turns that of the turn's own reward::
+    def by_return(self) -> Tensor:
+        """Group advantages turn by turn: what turn k and those after it earn, over the rollouts that reached it::
 
-        A_{i,k} = A^O_i + weight A^T_{i,k}   for every turn k but the last,      A_{i,last} = A^O_i
+            A_{i,k} = R_{i,k} - mean_j R_{j,k},     R_{j,k} = sum_{l >= k} r_{j,l}
 
-    A^O compares the reward of the last turn, where a task's ``reward`` lies, in the group. A^T compares the reward of
-    turn k with those of the k-th turns of the group's other rollouts, last turns left out. The paper has rollouts with
-    two turns each; its code weights A^T with 1. Where rollouts choose when to stop, this is not the gradient of the
-    expected reward: what all earned who went on counts for none of them.
-    """
-    last = turns & ~torch.cat([turns[:, 1:], turns.new_zeros((len(turns), 1))], dim=1)[:, : turns.shape[1]]
-    outcome = turn_rewards.masked_fill(~last, 0.0).sum(dim=1)
-    of_outcome = group_advantages(outcome, group_ids, included, std=std, baseline=baseline)
-    early = turns & ~last & included[:, None]
-    of_turns = _over_table(turn_rewards, _by_number(group_ids, turns), early, std, baseline)
-    return (of_outcome[:, None] + weight * of_turns) * turns
+        What other rollouts earned depends on nothing that rollout i did. So with ``std=False`` the gradient is that of
+        the expected reward, when to stop included: with ``baseline="leave_one_out"`` exactly, but for turns that one
+        rollout alone reached, which get 0. A mean over n rollouts with i among them gives (n - 1) / n of that.
+        """
+        return self._over_turns(self._returns(1.0), self._by_number(), self.there)
 
+    def by_turn(self, weight: float = 1.0) -> Tensor:
+        """MT-GRPO (arXiv:2505.11821): the outcome's group advantage, and on earlier turns that of their own reward::
 
-def state_group_advantages(
-    turn_rewards: Tensor,
-    turns: Tensor,
-    state_ids: Tensor,
-    group_ids: Tensor,
-    included: Tensor,
-    *,
-    gamma: float = 1.0,
-    weight: float = 1.0,
-    std: bool = True,
-    baseline: GroupBaseline = "mean",
-) -> Tensor:
-    """GiGPO (arXiv:2505.10978): the trajectory's group advantage, and that among turns from the same state::
+            A_{i,k} = A^O_i + weight A^T_{i,k}   for every turn k but the last,      A_{i,last} = A^O_i
 
-        A_{i,k} = A^E_i + weight A^S_{i,k},     R_{i,k} = sum_{l >= k} gamma^{l - k} r_{i,l}
+        A^O compares the reward of the last turn, where a task's ``reward`` lies, in the group. A^T compares the reward
+        of turn k with those of the k-th turns of the group's other rollouts, last turns left out. The paper has
+        rollouts with two turns each; its code weights A^T with 1. Where rollouts choose when to stop, this is not the
+        gradient of the expected reward: what all earned who went on counts for none of them.
+        """
+        there = self.there
+        last = (
+            there & ~torch.cat([there[:, 1:], there.new_zeros((len(there), 1))], dim=1)[:, : there.shape[1]]
+        )
+        outcome = self._over_rollouts(self.rewards.masked_fill(~last, 0.0).sum(dim=1))
+        return (outcome + weight * self._over_turns(self.rewards, self._by_number(), there & ~last)) * there
 
-    A^E compares total rewards in the group, as GRPO does. A^S compares the discounted return R of turn k with those of
-    all turns of the group that started in the same state, also of the same trajectory; it is 0 for a state that was
-    met once. The paper has gamma = 0.95 and a weight of 1. All rollouts of a prompt start in the same state, so a first
-    turn is compared with all others: on trajectories of one turn this is GRPO times 1 + weight.
+    def by_state(self, state_ids: Tensor, *, gamma: float = 1.0, weight: float = 1.0) -> Tensor:
+        """GiGPO (arXiv:2505.10978): the trajectory's group advantage, and that among turns from the same state::
 
-    ``state_ids`` (B, K) int is equal for turns of one group that started in the same state, and for no others.
-    """
-    rewards = turn_rewards.masked_fill(~turns, 0.0)
-    of_episode = group_advantages(rewards.sum(dim=1), group_ids, included, std=std, baseline=baseline)
-    returns, _ = gae(rewards, torch.zeros_like(rewards), turns, gamma=gamma, lam=1.0)
-    of_states = _over_table(returns, state_ids, turns & included[:, None], std, baseline)
-    return (of_episode[:, None] + weight * of_states) * turns
+            A_{i,k} = A^E_i + weight A^S_{i,k},     R_{i,k} = sum_{l >= k} gamma^{l - k} r_{i,l}
 
+        A^E compares total rewards in the group, as GRPO does. A^S compares the discounted return R of turn k with those
+        of all turns of the group that started in the same state, also of the same trajectory; it is 0 for a state that
+        was met once. The paper has gamma = 0.95 and a weight of 1. All rollouts of a prompt start in the same state, so
+        a first turn is compared with all others: on trajectories of one turn this is GRPO times 1 + weight.
 
-def _by_number(group_ids: Tensor, turns: Tensor) -> Tensor:
-    """(B, K): the same number for turns of one group that have the same number in their rollouts."""
-    return group_ids[:, None] * turns.shape[1] + torch.arange(turns.shape[1], device=turns.device)
+        ``state_ids`` (B, K) int is equal for turns of one group that started in the same state, and for no others.
+        """
+        episode = self._over_rollouts(self.rewards.masked_fill(~self.there, 0.0).sum(dim=1))
+        return (episode + weight * self._over_turns(self._returns(gamma), state_ids, self.there)) * self.there
 
+    def _returns(self, gamma: float) -> Tensor:
+        rewards = self.rewards.masked_fill(~self.there, 0.0)
+        return gae(rewards, torch.zeros_like(rewards), self.there, gamma=gamma)[0]
 
-def _over_table(
-    values: Tensor, groups: Tensor, taking_part: Tensor, std: bool, baseline: GroupBaseline
-) -> Tensor:
-    """``group_advantages`` of the turns in a table (B, K)."""
-    flat = (table.flatten() for table in (values, groups, taking_part))
-    return group_advantages(*flat, std=std, baseline=baseline).reshape(values.shape)
+    def _by_number(self) -> Tensor:
+        """(B, K): the same number for turns of one group that have the same number in their rollouts."""
+        count = self.there.shape[1]
+        return self.group_ids[:, None] * count + torch.arange(count, device=self.there.device)
+
+    def _over_rollouts(self, rewards: Tensor) -> Tensor:
+        who = (self.group_ids, self.included)
+        return group_advantages(rewards, *who, std=self.std, baseline=self.baseline)[:, None]
+
+    def _over_turns(self, values: Tensor, groups: Tensor, taking_part: Tensor) -> Tensor:
+        """``group_advantages`` of the turns of included rollouts that take part, all (B, K)."""
+        flat = (table.flatten() for table in (values, groups, taking_part & self.included[:, None]))
+        return group_advantages(*flat, std=self.std, baseline=self.baseline).reshape(values.shape)
 
 
 def _slots(turn_ids: Tensor, count: int) -> Tensor:

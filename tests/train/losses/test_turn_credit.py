@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from sorl_train.losses.advantages import (
+    TurnGroups,
     first_of_turns,
     group_advantages,
     on_tokens,
-    return_group_advantages,
-    state_group_advantages,
     turn_gae,
-    turn_group_advantages,
     turn_sums,
     turn_table,
 )
@@ -78,7 +76,7 @@ INCLUDED = torch.tensor([1, 1, 1, 0, 1], dtype=torch.bool)
 
 def test_returns_of_turns_by_hand() -> None:
     """Returns 1.4, .2, 1 of the first turns, 1.2, 0, 1 of the second, 1 and 0 of the third."""
-    found = return_group_advantages(REWARDS, THERE, GROUPS, INCLUDED, std=False)
+    found = TurnGroups(REWARDS, THERE, GROUPS, INCLUDED, std=False).by_return()
     first, second = 2.6 / 3, 2.2 / 3
     expected = [
         [1.4 - first, 1.2 - second, 0.5],
@@ -88,7 +86,7 @@ def test_returns_of_turns_by_hand() -> None:
         [0, 0, 0],
     ]
     assert found.tolist() == [pytest.approx(row) for row in expected]
-    divided = return_group_advantages(REWARDS, THERE, GROUPS, INCLUDED)
+    divided = TurnGroups(REWARDS, THERE, GROUPS, INCLUDED).by_return()
     assert divided[:2, 2].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], abs=1e-4)
 
 
@@ -123,9 +121,9 @@ def test_when_to_stop_is_learned_from_returns_and_not_from_turns_with_the_same_n
     first = q * (1 - q) * (0.4 + q * 0.6 + (1 - q) * 0.5 - 0.6)
     true = first + q * second
     met = 1 - (1 - q) ** 3  # another of the three other rollouts reached the second turn, too
-    returns, variance = expected_gradient(lambda *x: return_group_advantages(*x, **exact), q, 4)
+    returns, variance = expected_gradient(lambda *x: TurnGroups(*x, **exact).by_return(), q, 4)
     assert returns == pytest.approx(first + q * met * second) and 0 < returns <= true < 1.05 * returns
-    published, _ = expected_gradient(lambda *x: turn_group_advantages(*x, **exact), q, 4)
+    published, _ = expected_gradient(lambda *x: TurnGroups(*x, **exact).by_turn(), q, 4)
     assert published < 0
 
     def rloo(rewards: Tensor, there: Tensor, *who: Tensor) -> Tensor:
@@ -137,7 +135,7 @@ def test_when_to_stop_is_learned_from_returns_and_not_from_turns_with_the_same_n
 
 def test_state_group_divides_by_the_deviation_and_leaves_out_the_excluded() -> None:
     states = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, -1], [0, 1, 2], [3, 4, -1]])
-    found = state_group_advantages(REWARDS, THERE, states, GROUPS, INCLUDED)
+    found = TurnGroups(REWARDS, THERE, GROUPS, INCLUDED).by_state(states)
     # totals 1.4, .2, 1; the returns of the first turn are the same, those of the second 1.2, 0, 1; third: 1, 0
     totals, seconds = torch.tensor([1.4, 0.2, 1.0]), torch.tensor([1.2, 0.0, 1.0])
     first = (totals - totals.mean()) / totals.std()
@@ -155,8 +153,8 @@ def test_trajectories_of_one_turn_are_grpo() -> None:
     """For GiGPO times 1 + weight, as published: all rollouts of a prompt start in the same state."""
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
     expected = group_advantages(rewards, groups, all_in(5))
-    table = (rewards[:, None], all_in(5)[:, None])
-    torch.testing.assert_close(return_group_advantages(*table, groups, all_in(5))[:, 0], expected)
-    torch.testing.assert_close(turn_group_advantages(*table, groups, all_in(5), weight=0.5)[:, 0], expected)
-    by_state = state_group_advantages(*table, groups[:, None], groups, all_in(5), gamma=0.9, weight=0.5)
+    found = TurnGroups(rewards[:, None], all_in(5)[:, None], groups, all_in(5))
+    torch.testing.assert_close(found.by_return()[:, 0], expected)
+    torch.testing.assert_close(found.by_turn(weight=0.5)[:, 0], expected)
+    by_state = found.by_state(groups[:, None], gamma=0.9, weight=0.5)
     torch.testing.assert_close(by_state[:, 0], 1.5 * expected)
