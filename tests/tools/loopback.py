@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Reply = tuple[int, bytes]
+Reply = tuple[int, bytes] | tuple[int, bytes, str]  # status, body, and perhaps the media type
 Respond = Callable[[dict[str, Any]], Reply]
 
 
@@ -25,6 +25,7 @@ class LoopbackServer(ThreadingHTTPServer):
         self.headers: Callable[[], dict[str, str]] = dict
         self.requests: list[dict[str, Any]] = []
         self.connections: set[Any] = set()
+        self.encodings: set[str | None] = set()  # that the clients accept
         super().__init__(("127.0.0.1", 0), _Handler)
         self.address = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -43,18 +44,20 @@ class _Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         request |= {"path": self.path, "token": self.headers["Authorization"]}
         self.server.requests.append(request)
+        self.server.encodings.add(self.headers["Accept-Encoding"])
         self._answer(*self.server.respond(request))
 
     def do_GET(self) -> None:
         self._answer(*self.server.health)
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status: int, body: bytes, media_type: str = "application/json") -> None:
         if not status:
             self.close_connection = True
             return
         try:
             self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **self.server.headers()}.items():
+            fixed = {"Content-Length": str(len(body)), "Content-Type": media_type}
+            for name, value in (fixed | self.server.headers()).items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sorl_env.envs.tool_use import ToolUseEnv
-from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
+from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from sorl_env.trajectory import Trajectory, read_jsonl, write_jsonl
 from sorl_train.evaluate.cli import main as evaluate
 from sorl_train.evaluate.endpoint import TextTokenizer
@@ -16,6 +16,7 @@ from sorl_train.report.viewer import write_viewer
 from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir
 
+from ..trajectories import Scripted
 from .conftest import train_short
 
 TASK = r'''
@@ -102,29 +103,18 @@ def check_texts(trajectories: list[Trajectory], folder: Path) -> None:
     assert [(t.id, t.prompt, t.turns) for t in found] == [(t.id, t.prompt, t.turns) for t in trajectories]
 
 
-class _Scripted:
-    """Calls the tool as the expert does, then answers, each turn with half a surrogate pair more."""
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._begun: set[str] = set()
-
-    async def generate(self, session: str, token_ids: object, params: SamplingParams) -> SampledTurn:
-        text = '<think>\ud800</think><note>{"text":"\\ud800"}</note>'
-        if session in self._begun:
-            text = "<think>\ude00</think><answer>3\udfff</answer>"
-        self._begun.add(session)
-        ids = self._tokenizer.encode(text)
-        return SampledTurn(ids, [0.0] * len(ids), "stop")
-
-    def release(self, session: str) -> None: ...
+# each turn with half a surrogate pair
+TURNS = [
+    '<think>\ud800</think><note>{"text":"\\ud800"}</note>',
+    "<think>\ude00</think><answer>3\udfff</answer>",
+]
 
 
 def test_rollouts_of_hostile_text(task_file: str, tmp_path: Path) -> None:
     env, tokenizer = ToolUseEnv(task_file), TextTokenizer()
     jobs = [RolloutJob(f"g/{i}", "g", i, i) for i in range(3)]
     settings = RolloutSettings(use_chat_template=False)
-    found = asyncio.run(collect(env, tokenizer, _Scripted(tokenizer), jobs, settings))
+    found = asyncio.run(collect(env, tokenizer, Scripted(tokenizer, TURNS), jobs, settings))
     assert [t.stop_reason.value for t in found] == ["answer"] * 3
     assert [turn.text for turn in found[0].turns][1] == "<think>\ufffd</think><answer>3\ufffd</answer>"
     check_texts(found, tmp_path)

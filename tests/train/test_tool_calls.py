@@ -15,7 +15,7 @@ import pytest
 from sorl_env.envs.prompts import make_codec
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams
+from sorl_env.rollout import RolloutJob, RolloutSettings
 from sorl_env.task import Example, Task
 from sorl_env.task.registry import load_task
 from sorl_env.trajectory import Trajectory
@@ -33,6 +33,7 @@ from sorl_train.serve_agent.chat import parse_request
 from sorl_train.sft.cold_start import cold_start_key
 from sorl_train.sft.fine_tune import expert_demos, expert_trajectory
 
+from ..trajectories import Scripted
 from .conftest import WORLD, short_config, train_short
 from .evaluate.completions_server import serving
 
@@ -139,30 +140,17 @@ def test_settings_that_do_not_go_with_it_are_named() -> None:
     assert cold_start_key(short_config()) != cold_start_key(short_config(format="tool_calls"))
 
 
-class Script:
-    """A sampler that writes the turns of the expert's kind: a call, then an answer."""
-
-    def __init__(self, env: ToolUseEnv, tokenizer: Any) -> None:
-        codec = make_codec(env, tokenizer, use_chat_template=True)
-        parse = codec.format.parse
-        call = (
-            "<tool_call> <function=search> <parameter=query> employer </parameter> </function> </tool_call>"
-        )
-        self.turns = [
-            codec.written_turn(parse(text, env.toolbox, False), "")[1] for text in (call, "employer")
-        ]
-        self.drawn: dict[str, int] = {}
-
-    async def generate(self, session: str, token_ids: Any, params: SamplingParams) -> SampledTurn:
-        number = self.drawn[session] = self.drawn.get(session, -1) + 1
-        return SampledTurn(self.turns[number], [0.0] * len(self.turns[number]), "eos")
-
-    def release(self, session: str) -> None: ...
+def scripted(env: ToolUseEnv, tokenizer: Any) -> Scripted:
+    """A sampler that writes a call, then an answer, as the template does."""
+    codec = make_codec(env, tokenizer, use_chat_template=True)
+    call = "<tool_call> <function=search> <parameter=query> employer </parameter> </function> </tool_call>"
+    parsed = [codec.format.parse(text, env.toolbox, False) for text in (call, "employer")]
+    return Scripted(tokenizer, [codec.written_turn(turn, "")[1] for turn in parsed])
 
 
 def test_the_server_tells_the_turns_and_the_answer(env: ToolUseEnv, tokenizer: Any) -> None:
     settings = RolloutSettings(temperature=0.0, max_concurrency=1)
-    agent = Agent(Policy(Script(env, tokenizer), tokenizer, nullcontext, settings), env)
+    agent = Agent(Policy(scripted(env, tokenizer), tokenizer, nullcontext, settings), env)
     body = {"model": "agent", "messages": [{"role": "user", "content": "who?"}]}
     told: list[dict[str, Any]] = []
 
@@ -178,8 +166,8 @@ def test_the_server_tells_the_turns_and_the_answer(env: ToolUseEnv, tokenizer: A
 
 
 def test_evaluation_in_one_turn_reads_messages_and_refuses_rag(env: ToolUseEnv, tokenizer: Any) -> None:
-    script = Script(env, tokenizer)
-    script.turns.reverse()
+    script = scripted(env, tokenizer)
+    script.turns = script.turns[1:]  # type: ignore[index]
     policy = Policy(script, tokenizer, nullcontext, RolloutSettings(temperature=0.0, max_concurrency=1))
     rows: list[Any] = []
     jobs = plan_jobs({"minihop": env}, ["direct"], 1, 1, 0)

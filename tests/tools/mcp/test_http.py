@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from sorl_tools.mcp import mcp_tools
 from sorl_tools.mcp.server import TOKEN_VARIABLE
 
 from ...waiting import wait_until
+from ..loopback import LoopbackServer, Reply
 from . import servers
 
 pytest.importorskip("mcp", reason="needs pip install 'sorl[mcp]'")
@@ -50,87 +50,59 @@ def test_a_real_server(stateless: bool) -> None:
         toolbox.close()
 
 
-Answer = tuple[int, str, bytes]
-
-
 @contextmanager
-def liar(answer: Callable[[dict[str, Any]], Answer], headers: list[Any] | None = None) -> Iterator[str]:
-    """A server that begins as a good one does; ``answer`` makes the status, media type and body for a call."""
+def liar(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[tuple[str, LoopbackServer]]:
+    """A server that begins as a good one does; ``answer`` makes the reply to a call."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def respond(message: dict[str, Any]) -> Reply:
+        method = message["method"]
+        if method == "tools/call":
+            return answer(message)
+        if "id" not in message:
+            return 202, b""
+        if method == "initialize":
+            version, info = message["params"]["protocolVersion"], {"name": "liar", "version": "0"}
+            return result(message["id"], protocolVersion=version, capabilities={}, serverInfo=info)
+        if method == "tools/list":
+            return result(message["id"], tools=[{"name": "shelf", "inputSchema": servers.SCHEMA}])
+        return encoded(id=message["id"], error={"code": -32601, "message": "unknown"})
 
-        def do_POST(self) -> None:
-            message = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            if headers is not None:
-                headers.append(dict(self.headers))
-            method = message["method"]
-            if method == "tools/call":
-                self.reply(*answer(message))
-            elif method == "initialize":
-                info = {"name": "liar", "version": "0"}
-                version = message["params"]["protocolVersion"]
-                self.result(message, protocolVersion=version, capabilities={}, serverInfo=info)
-            elif method == "tools/list":
-                self.result(message, tools=[{"name": "shelf", "inputSchema": servers.SCHEMA}])
-            elif "id" in message:
-                error = {"code": -32601, "message": "unknown"}
-                self.reply(200, "application/json", encoded(id=message["id"], error=error))
-            else:
-                self.reply(202, "application/json", b"")
-
-        def result(self, message: dict[str, Any], **result: Any) -> None:
-            self.reply(200, "application/json", encoded(id=message["id"], result=result))
-
-        def reply(self, status: int, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def do_GET(self) -> None:
-            self.reply(405, "text/plain", b"")
-
-        do_DELETE = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/mcp"
-    server.shutdown()
-    server.server_close()
+    server = LoopbackServer(respond)
+    server.health = (405, b"")
+    yield f"{server.address}/mcp", server
+    server.close()
 
 
-def encoded(**fields: Any) -> bytes:
-    return json.dumps({"jsonrpc": "2.0", **fields}).encode()
+def encoded(**fields: Any) -> Reply:
+    return 200, json.dumps({"jsonrpc": "2.0", **fields}).encode()
 
 
-def said(text: str, identity: Any) -> Answer:
-    return 200, "application/json", encoded(id=identity, result={"content": [{"type": "text", "text": text}]})
+def result(identity: Any, **fields: Any) -> Reply:
+    return encoded(id=identity, result=fields)
+
+
+def said(text: str, identity: Any) -> Reply:
+    return result(identity, content=[{"type": "text", "text": text}])
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        lambda message: (503, "application/json", b'{"error": "busy"}'),
-        lambda message: (401, "application/json", b"{}"),
-        lambda message: (302, "text/plain", b""),
-        lambda message: (202, "application/json", b""),
-        lambda message: (200, "text/html", b"<html>"),
-        lambda message: (200, "application/json", b"{"),
-        lambda message: (200, "application/json", b"[" * 100_000),
-        lambda message: (200, "application/json", b"\xff"),
-        lambda message: (200, "text/event-stream", b"data: nothing\n\n"),
+        lambda message: (503, b'{"error": "busy"}'),
+        lambda message: (401, b"{}"),
+        lambda message: (302, b"", "text/plain"),
+        lambda message: (202, b""),
+        lambda message: (200, b"<html>", "text/html"),
+        lambda message: (200, b"{"),
+        lambda message: (200, b"[" * 100_000),
+        lambda message: (200, b"\xff"),
+        lambda message: (200, b"data: nothing\n\n", "text/event-stream"),
         lambda message: said("x" * 50_000_000, message["id"]),
     ],
     ids=["busy", "token", "elsewhere", "accepted", "html", "cut", "deep", "no UTF-8", "stream", "50 MB"],
 )
-def test_what_is_an_outage(answer: Callable[[dict[str, Any]], Answer]) -> None:
-    with liar(answer) as url:
+def test_what_is_an_outage(answer: Callable[[dict[str, Any]], Reply]) -> None:
+    with liar(answer) as (url, _):
         toolbox = Toolbox(mcp_tools(url, 20.0), timeout_s=20.0, retries=1, backoff_s=0.01)
         outcome = toolbox.call(ToolRequest("shelf", "x"))
         assert isinstance(outcome, ToolUnavailableError), outcome
@@ -139,7 +111,7 @@ def test_what_is_an_outage(answer: Callable[[dict[str, Any]], Answer]) -> None:
 
 
 def test_an_answer_to_another_request_is_not_taken() -> None:
-    with liar(lambda message: said("for somebody else", 987654)) as url:
+    with liar(lambda message: said("for somebody else", 987654)) as (url, _):
         tools = mcp_tools(url, 60.0)
         tools[0].server.timeout_s = 2.0
         outcome = Toolbox(tools, timeout_s=2.0, retries=0).call(ToolRequest("shelf", "x"))
@@ -149,18 +121,17 @@ def test_an_answer_to_another_request_is_not_taken() -> None:
 
 def test_the_token_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "word")
-    headers: list[Any] = []
-    with liar(lambda message: said("here", message["id"]), headers) as url:
+    with liar(lambda message: said("here", message["id"])) as (url, server):
         toolbox = Toolbox(mcp_tools(url, 60.0), timeout_s=60.0)
         outcome = toolbox.call(ToolRequest("shelf", "x"))
         assert isinstance(outcome, ToolCall) and outcome.reply == "here"
         toolbox.close()
-    assert {one["Authorization"] for one in headers if "Authorization" in one} == {"Bearer word"}
-    assert all("gzip" not in one.get("Accept-Encoding", "") for one in headers)
+    assert {request["token"] for request in server.requests} == {"Bearer word"}
+    assert server.encodings == {"identity"}
 
 
 def test_a_password_in_the_address_is_not_shown() -> None:
-    with liar(lambda message: said("here", message["id"])) as url:
+    with liar(lambda message: said("here", message["id"])) as (url, _):
         tools = mcp_tools(url.replace("http://", "http://me:secret@"), 60.0)
         assert "secret" not in f"{tools[0].fingerprint} {tools[0].url}"
         tools[0].close()

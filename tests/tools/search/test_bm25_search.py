@@ -97,27 +97,15 @@ def test_builders_that_race_share_the_result(tmp_path: Path) -> None:
     assert len(list((cache_folder() / "bm25").iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"id": "0", "contents": "x"}\n{"id": "1"}\n', r"corpus.jsonl:2: not a passage"),
-        (b"\xff\xfe\n", r"corpus.jsonl:1: not valid JSON"),
-        (b"", r"corpus.jsonl: the corpus has no passages"),
-    ],
-)
-def test_bad_corpus_is_named_by_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "corpus.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        BM25Search.from_file(path)
-    assert list(cache_folder().rglob("*")) == []  # nothing half-built stays behind, not even an empty folder
+def test_a_corpus_that_cannot_be_read_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_bytes(b'{"id": "0", "contents": "x"}\n{"id": "1"}\n')
+    with pytest.raises(UserError, match=r"corpus.jsonl:2: not a passage"):
+        BM25Search.from_file(tmp_path / "corpus.jsonl")
+    assert list(cache_folder().rglob("*")) == []  # not even an empty folder
 
 
-def test_unreadable_gzip(tmp_path: Path) -> None:
+def test_a_gzip_file_that_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl.gz"
-    path.write_bytes(b"not gzip")
-    with pytest.raises(UserError, match="not a readable gzip file"):
-        BM25Search.from_file(path)
     whole = gzip.compress(b'{"id": "0", "contents": "x"}\n' * 1000)
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="not a readable gzip file"):

@@ -15,8 +15,9 @@ import pytest
 
 from sorl_env import StopReason, Task, ToolUseEnv, Trajectory, UserError, load_task
 from sorl_env.envs.text_env import TextEnv, open_env
-from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
+from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from tests.tools.serve_env.servers import Process, serve_task
+from tests.trajectories import Scripted
 
 pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
 pytestmark = [pytest.mark.openenv, pytest.mark.slow]
@@ -47,26 +48,6 @@ class Bytes:
 
 
 ROOM = {"max_prompt_tokens": 1000, "max_observation_tokens": 2000, "max_trajectory_tokens": 9000}
-
-
-class Scripted:
-    """Samples the turns of a script, by job; ``before`` is called ahead of each turn."""
-
-    def __init__(
-        self, tokenizer: Any, scripts: dict[str, Sequence[str]], before: Any = lambda job, turn: None
-    ) -> None:
-        self._tokenizer, self._scripts, self._before = tokenizer, scripts, before
-        self._turns: dict[str, int] = {}
-
-    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        turn = self._turns.get(session, 0)
-        self._turns[session] = turn + 1
-        await asyncio.sleep(0)
-        self._before(session, turn)
-        ids = self._tokenizer.encode(self._scripts[session][turn], add_special_tokens=False)
-        return SampledTurn(ids, [-0.5] * len(ids), "stop")
-
-    def release(self, session: str) -> None: ...
 
 
 def scripts(task: Task) -> dict[str, Sequence[str]]:

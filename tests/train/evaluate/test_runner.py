@@ -8,7 +8,7 @@ import pytest
 
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
+from sorl_env.rollout import RolloutSettings
 from sorl_env.task import ToolSettings
 from sorl_env.task.registry import load_task
 from sorl_env.tool import ToolUnavailableError
@@ -26,6 +26,7 @@ from sorl_train.evaluate.runner import (
 )
 from sorl_train.evaluate.summary import summarize
 
+from ...trajectories import Scripted
 from .conftest import WORLD, Expert
 
 
@@ -164,16 +165,10 @@ def test_a_policy_of_a_model_that_writes_prose() -> None:
         "rag": "<think>It is stated.</think>\n<answer> Paris </answer> and more",
     }
 
-    class Prose:
-        async def generate(self, session: str, token_ids: list[int], params: SamplingParams) -> SampledTurn:
-            ids = tokenizer.encode(says[session.split("/")[1]])
-            return SampledTurn(ids, [0.0] * len(ids), "stop")
-
-        def release(self, session: str) -> None: ...
-
     env = ToolUseEnv("nq", split="test")
-    policy = Policy(Prose(), tokenizer, nullcontext, RolloutSettings(temperature=0.0))  # type: ignore[arg-type]
     jobs = plan_jobs({"nq": env}, ["direct", "cot", "rag"], 1, 1, 0)
+    sampler = Scripted(tokenizer, {job.id: [says[job.mode]] for job in jobs})
+    policy = Policy(sampler, tokenizer, nullcontext, RolloutSettings(temperature=0.0))
     rows: list[EvalResult] = []
     run_evaluation(policy, {"nq": env}, jobs, lambda row: rows.append(row))
     found = {row.mode: (row.answer, row.answer_from, row.valid_turns) for row in rows}

@@ -24,7 +24,7 @@ pytest.importorskip("uvicorn", reason="needs the search extra: pip install 'sorl
 
 from sorl_env.commands.command import run_command
 from sorl_env.envs.tool_use import ToolUseEnv
-from sorl_env.rollout import RolloutSettings, SampledTurn, SamplingParams
+from sorl_env.rollout import RolloutSettings, SampledTurn
 from sorl_env.task import Example
 from sorl_env.tool import ToolReply, ToolUnavailableError
 from sorl_env.tool.toolbox import Toolbox
@@ -38,6 +38,7 @@ from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import agent_app
 from sorl_train.serve_agent.chat import ChatError, error_content, parse_request
 
+from ...trajectories import Scripted
 from ...waiting import wait_until
 from ..evaluate.completions_server import serving
 
@@ -303,27 +304,6 @@ def test_what_asks_for_nothing_is_taken() -> None:
 
 
 # --- dialogues with a scripted policy -------------------------------------------------------------------------
-class Script:
-    """A sampler that writes the same turns in every dialogue; without any it waits until it is let go."""
-
-    def __init__(self, tokenizer: Any, turns: Sequence[str]) -> None:
-        self.tokenizer, self.turns = tokenizer, turns
-        self.drawn: dict[str, int] = {}
-        self.released: list[str] = []
-        self.waiting = threading.Event()
-
-    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        if not self.turns:
-            self.waiting.set()
-            await asyncio.sleep(60)
-        number = self.drawn[session] = self.drawn.get(session, -1) + 1
-        ids = self.tokenizer.encode(self.turns[number], add_special_tokens=False)
-        return SampledTurn(ids, [0.0] * len(ids), "stop")
-
-    def release(self, session: str) -> None:
-        self.released.append(session)
-
-
 class Out:
     """A search that is out, or finds one thing."""
 
@@ -345,10 +325,10 @@ TURNS = [f"<think> </think> <{tag}> employer </{tag}>" for tag in ("search", "an
 
 def scripted(
     env: ToolUseEnv, tokenizer: Any, turns: Sequence[str], works: bool = True, **options: Any
-) -> tuple[Script, Agent]:
+) -> tuple[Scripted, Agent]:
     with_tool = env.spawn()
     with_tool.toolbox = Toolbox([Out(tool, works) for tool in env.toolbox.tools], retries=0)
-    script = Script(tokenizer, turns)
+    script = Scripted(tokenizer, turns)
     settings = RolloutSettings(temperature=0.0, max_concurrency=1)
     return script, Agent(Policy(script, tokenizer, nullcontext, settings), with_tool, **options)
 
