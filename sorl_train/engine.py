@@ -84,7 +84,9 @@ class LocalEngine:
         if sampler.backend == "vllm":
             from sorl_train.rollout.vllm_sampler import VllmSampler
 
-            self.sampler: LocalSampler = VllmSampler(self.policy, self.model_folder, self.longest, config)
+            self.sampler: LocalSampler = VllmSampler(
+                self.policy, self.model_folder, self.longest, sampler, dtype=hardware.dtype, seed=config.seed
+            )
         else:
             self.sampler = TransformersSampler(
                 self.policy, self.tokenizer, sampler.max_concurrency, hardware.dtype

@@ -39,7 +39,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     with closing(recorder):
         display.start(f"sft on {env.task.name}, {engine.num_parameters:,} parameters", config.sft.steps)
         evaluate(0)
-        fine_tune(engine.policy, demos, config, engine.tokenizer.pad_token_id, on_step)
+        pad_id, dtype = engine.tokenizer.pad_token_id, config.hardware.dtype
+        fine_tune(engine.policy, demos, config.sft, pad_id, on_step, seed=config.seed, dtype=dtype)
         evaluate(config.sft.steps)
     engine.save_best()
     return recorder.finish({"demos": len(demos)})

@@ -94,11 +94,6 @@ class RowCache:
         width = int(self.lengths[targets].max(initial=0))
         self.data[:, :, targets, :, :width] = self.data[:, :, sources, :, :width]
 
-    def move(self, source: int, target: int) -> None:
-        """Copy a row into an empty one, and empty the first."""
-        self.copy([source], [target])
-        self.free(source)
-
     def free(self, row: int) -> None:
         """Empty a row by setting its length to 0; what is beyond a row's length is never read."""
         self.lengths[row] = 0
@@ -220,8 +215,7 @@ class Slots:
         self._rows.clear()
         self._by_slot = [None] * len(self._by_slot)
         self.num_active = 0
-        for slot in range(len(self._by_slot)):
-            self._cache.free(slot)
+        self._cache.lengths[:] = 0
         return rows
 
     def activate(self, rows: Sequence[ActiveRollout]) -> slice:
@@ -255,7 +249,8 @@ class Slots:
             return
         other = self._by_slot[slot]
         if other is None:
-            self._cache.move(row.slot, slot)
+            self._cache.copy([row.slot], [slot])
+            self._cache.free(row.slot)
         else:
             self._cache.swap(row.slot, slot)
             other.slot = row.slot

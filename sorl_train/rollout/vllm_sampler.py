@@ -19,7 +19,7 @@ import torch
 
 from sorl_env.errors import UserError
 from sorl_env.rollout import SampledTurn, SamplingParams
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import SamplerConfig
 from sorl_train.models.forward import compute_dtype
 
 
@@ -34,7 +34,9 @@ class VllmSampler:
     if vLLM is not installed, or refuses the model.
     """
 
-    def __init__(self, model: Any, folder: str, max_tokens: int, config: TrainConfig) -> None:
+    def __init__(
+        self, model: Any, folder: str, max_tokens: int, settings: SamplerConfig, *, dtype: str, seed: int
+    ) -> None:
         try:
             # the weights of an engine in another process could not be replaced
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -46,15 +48,15 @@ class VllmSampler:
         device = next(model.parameters()).device
         args = EngineArgs(
             model=folder,
-            dtype=str(compute_dtype(config.hardware.dtype, device)).removeprefix("torch."),
+            dtype=str(compute_dtype(dtype, device)).removeprefix("torch."),
             max_model_len=max_tokens,
-            max_num_seqs=config.sampler.max_concurrency,
-            gpu_memory_utilization=config.sampler.gpu_memory,
+            max_num_seqs=settings.max_concurrency,
+            gpu_memory_utilization=settings.gpu_memory,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             enforce_eager=device.type == "cpu",
             disable_log_stats=True,
-            seed=config.seed,
+            seed=seed,
         )
         try:
             self._engine = LLMEngine.from_engine_args(args)

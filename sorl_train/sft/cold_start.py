@@ -30,12 +30,10 @@ def resolve_model(config: TrainConfig, display: Display) -> str:
 
 
 def start_folder(config: TrainConfig) -> str:
-    """The folder or hub name of the policy that a run starts from; a tiny one may not have been built yet."""
-    return config.model if config.model != TINY else str(cache_folder() / "policies" / cold_start_key(config))
-
-
-def cold_start_key(config: TrainConfig) -> str:
-    """A name that is different whenever anything differs that the cold-started policy depends on."""
+    """The folder or hub name of the policy that a run starts from. That of a tiny one, which may not have been built
+    yet, is different whenever anything differs that the cold-started policy depends on."""
+    if config.model != TINY:
+        return config.model
     import torch
     import transformers
 
@@ -57,7 +55,7 @@ def cold_start_key(config: TrainConfig) -> str:
     if sources := source_facts(config, env.task):
         content["sources"] = sources
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return f"{Path(config.task).stem.partition(':')[0]}-{digest[:16]}"
+    return str(cache_folder() / "policies" / f"{Path(config.task).stem.partition(':')[0]}-{digest[:16]}")
 
 
 def _build(config: TrainConfig, display: Display, folder: Path) -> None:
@@ -82,5 +80,13 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
         f"cold start: {config.sft.steps} supervised steps on {len(demos)} demonstrations, cached for later runs"
     )
     with display.stage("cold start", config.sft.steps) as advance:
-        fine_tune(model, demos, config, tokenizer.pad_token_id, lambda step, metrics: advance(1))
+        fine_tune(
+            model,
+            demos,
+            config.sft,
+            tokenizer.pad_token_id,
+            lambda step, metrics: advance(1),
+            seed=config.seed,
+            dtype=hardware.dtype,
+        )
     model.save_pretrained(folder)

@@ -28,7 +28,6 @@ from sorl_env.turns.tags import parse_turn
 from sorl_env.turns.tokens import Tokenizer, encode_prompt, encode_text
 from sorl_train.config.run_settings import SftConfig
 from sorl_train.config.seeds import generator
-from sorl_train.config.settings import TrainConfig
 from sorl_train.models.forward import action_stats, autocast
 
 
@@ -156,19 +155,22 @@ def load_demos(sft: SftConfig, env: TextEnv, tokenizer: Any, *, use_chat_templat
 def fine_tune(
     model: Any,
     demos: Sequence[Demo],
-    config: TrainConfig,
+    sft: SftConfig,
     pad_id: int,
     on_step: Callable[[int, dict[str, float]], None],
+    *,
+    seed: int,
+    dtype: str,
 ) -> None:
-    """Minimize the mean negative log-likelihood of the demonstrations' action tokens. ``pad_id`` fills shorter rows.
+    """Minimize the mean negative log-likelihood of the demonstrations' action tokens. ``pad_id`` fills shorter rows;
+    ``seed`` is of the order of the demonstrations; for ``dtype`` see ``compute_dtype``.
     ``on_step`` is called after each optimizer step with its number, from 1, and its metrics. Raises ``UserError`` if
     the loss or its gradient is not finite."""
-    sft = config.sft
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=sft.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
     model.train()
-    batches = _batches(len(demos), sft.batch_size, config.seed)
+    batches = _batches(len(demos), sft.batch_size, seed)
     for step in range(1, sft.steps + 1):
         batch = [demos[i] for i in next(batches)]
         lr = _lr(sft, step)
@@ -181,7 +183,7 @@ def fine_tune(
         for start in range(0, len(batch), sft.micro_batch_size):
             token_ids, mask = _pad(batch[start : start + sft.micro_batch_size], pad_id)
             mask = mask.to(device)
-            with autocast(config.hardware.dtype, device):
+            with autocast(dtype, device):
                 log_probs = action_stats(model, token_ids.to(device), mask).log_probs
             loss = -log_probs.sum() / total
             loss.backward()

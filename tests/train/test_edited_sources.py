@@ -14,7 +14,7 @@ from sorl_env.task.import_file import own_code
 from sorl_env.task.registry import load_task
 from sorl_train.config.files import load_config
 from sorl_train.rollout.environments import record_sources, source_facts
-from sorl_train.sft.cold_start import cold_start_key
+from sorl_train.sft.cold_start import start_folder
 
 from .conftest import WORLD, short_config, train_short
 
@@ -117,11 +117,11 @@ def test_demonstrations_and_the_scripts_of_servers(tmp_path: Path) -> None:
     before = source_facts(config, minihop)
     assert list(before) == ["demos.jsonl", "server.py"]
     only_demos = short_config(sft__demos=str(demos))
-    key = cold_start_key(only_demos)
+    key = start_folder(only_demos)
     demos.write_text("{}\n{}\n")
     after = source_facts(config, minihop)
     assert [name for name in before if before[name] != after[name]] == ["demos.jsonl"]
-    assert cold_start_key(only_demos) != key
+    assert start_folder(only_demos) != key
     assert source_facts(load_config("quickstart"), minihop) == {}
     wrapper = dataclasses.replace(
         load_config("quickstart"), task_args={"wrapper": f"{script}:Wrapper", "hops": [1]}

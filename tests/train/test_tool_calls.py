@@ -30,7 +30,7 @@ from sorl_train.report.dialogues import message_segments, read_some
 from sorl_train.report.viewer import encode
 from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.chat import parse_request
-from sorl_train.sft.cold_start import cold_start_key
+from sorl_train.sft.cold_start import start_folder
 from sorl_train.sft.fine_tune import expert_demos, expert_trajectory
 
 from ..trajectories import Scripted
@@ -137,7 +137,7 @@ def test_settings_that_do_not_go_with_it_are_named() -> None:
             load_config("quickstart", {"format": "tool_calls", setting: value})
     with pytest.raises(UserError, match="format"):
         load_config("quickstart", {"format": "calls"})
-    assert cold_start_key(short_config()) != cold_start_key(short_config(format="tool_calls"))
+    assert start_folder(short_config()) != start_folder(short_config(format="tool_calls"))
 
 
 def scripted(env: ToolUseEnv, tokenizer: Any) -> Scripted:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ...processes import Process
 
 for package in ("httptools", "msgspec", "numba", "prometheus_client", "starlette", "uvicorn"):
     pytest.importorskip(package, reason="needs the search extra: pip install 'sorl[search]'")
@@ -43,47 +38,15 @@ class Reply:
         return json.loads(self.body)
 
 
-class ServerProcess:
-    """``sorl-serve`` on a free port. Use as a context; ``stop`` asks it to end and returns its exit status."""
+class ServerProcess(Process):
+    """``sorl-serve`` on a free port. Use as a context."""
 
     def __init__(self, source: Path, *options: str, cache: Path, port: int = 0, ready: bool = True) -> None:
-        command = [sys.executable, "-m", "sorl_tools.serve.cli", str(source), "--port", str(port), *options]
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, "SORL_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            # a shell's background jobs, and what they start, ignore Ctrl-C
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.port = int(self.wait_for(r"http://\S+:(\d+)/retrieve")[1])
+        command = ("sorl_tools.serve.cli", str(source), "--port", str(port), *options)
+        super().__init__(*command, address=r"http://\S+:(\d+)/retrieve", SORL_CACHE=str(cache))
         self.url = f"http://127.0.0.1:{self.port}/retrieve"
         if ready:
             self.wait_for("ready: ")
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-
-    def wait_for(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            found = re.search(pattern, "".join(self.lines))
-            if found:
-                return found
-            if self.process.poll() is not None:
-                self._reader.join(1.0)
-                found = re.search(pattern, "".join(self.lines))
-                if found:
-                    return found
-                break
-            time.sleep(0.02)
-        raise AssertionError(f"{pattern!r} was not printed: {''.join(self.lines)}")
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
@@ -101,26 +64,6 @@ class ServerProcess:
     def memory_mb(self) -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
-
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
-        self.process.send_signal(number)
-        status = self.process.wait(timeout_s)
-        self._close()
-        return status
-
-    def _close(self) -> None:
-        self._reader.join(5.0)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def __enter__(self) -> ServerProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._close()
 
 
 @pytest.fixture(scope="session")

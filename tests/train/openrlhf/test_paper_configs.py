@@ -49,12 +49,11 @@ def guess(example: Example, observations: Sequence[str]) -> str:
 
 def learn(env: ToolUseEnv, folder: Path) -> None:
     """Supervised steps on the guesses."""
-    sft = {"sft.steps": 60, "sft.batch_size": 8, "sft.micro_batch_size": 8, "sft.lr": 1e-2}
+    settings = {"sft.steps": 60, "sft.batch_size": 8, "sft.micro_batch_size": 8, "sft.lr": 1e-2}
     tokenizer, model = load_tokenizer(str(folder)), load_policy(str(folder))
     demos = expert_demos(env, tokenizer, 64, use_chat_template=False)
-    fine_tune(
-        model, demos, load_config("quickstart", sft), tokenizer.pad_token_id, lambda step, metrics: None
-    )
+    sft = load_config("quickstart", settings).sft
+    fine_tune(model, demos, sft, tokenizer.pad_token_id, lambda step, metrics: None, seed=0, dtype="auto")
     model.save_pretrained(folder)
 
 

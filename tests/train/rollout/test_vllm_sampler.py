@@ -61,7 +61,7 @@ def test_tokens_are_exact_and_the_newest_weights_are_sampled(vllm_on_cpu: None, 
     task = load_task("minihop", **WORLD)
     build_tiny_policy(task, Path(folder), **SIZES)
     env, tokenizer, model = ToolUseEnv(task), load_tokenizer(folder), load_policy(folder)
-    sampler = VllmSampler(model, folder, 512, short_config())
+    sampler = VllmSampler(model, folder, 512, short_config().sampler, dtype="auto", seed=0)
     trajectories, seen = sample(sampler, env, tokenizer, 12)
     assert_exact(trajectories, seen, model)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_turns_that_are_given_up_leave_nothing_in_the_engine(vllm_on_cpu: None, 
     """A cancelled caller, a release, the end of a session; and nobody waits for a reply that does not come."""
     folder = str(tmp_path / "policy")
     build_tiny_policy(load_task("minihop", **WORLD), Path(folder), **SIZES)
-    sampler = VllmSampler(load_policy(folder), folder, 512, short_config())
+    sampler = VllmSampler(load_policy(folder), folder, 512, short_config().sampler, dtype="auto", seed=0)
     long = SamplingParams(400)
 
     async def give_up() -> None:
@@ -146,7 +146,7 @@ def test_two_steps_of_training(vllm_on_cpu: None, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_error_says_what_to_install(tiny_folder: str) -> None:
     with pytest.raises(UserError, match=r"pip install vllm, or use sampler\.backend=transformers"):
-        VllmSampler(load_policy(tiny_folder), tiny_folder, 512, short_config())
+        VllmSampler(load_policy(tiny_folder), tiny_folder, 512, short_config().sampler, dtype="auto", seed=0)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ from sorl_train.serve_agent.agent import Agent
 from sorl_train.serve_agent.app import agent_app
 from sorl_train.serve_agent.chat import ChatError, error_content, parse_request
 
+from ...processes import Process
 from ...trajectories import Scripted
 from ...waiting import wait_until
 from ..evaluate.completions_server import serving
@@ -49,38 +47,13 @@ def asking(question: str, **more: Any) -> dict[str, Any]:
     return {"model": "agent", "messages": [{"role": "user", "content": question}], **more}
 
 
-class Server:
-    """``sorl-serve-agent`` on a free port."""
+class Server(Process):
+    """``sorl-serve-agent`` on a free port. Use as a context."""
 
     def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "sorl_train.serve_agent.cli", "--port", "0", *options]
-        self.process = subprocess.Popen(
-            [*command, "--served_name", "agent"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.search(r"(http://127\.0\.0\.1:\d+)/v1: agent on minihop", line)
-        if found is None:
-            self.process.kill()
-            raise AssertionError(line + self.process.communicate()[1])
-        self.client = httpx.Client(base_url=found[1], timeout=60)
-
-    def end(self) -> int:
-        self.client.close()
-        self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=60)
-        return self.process.returncode
-
-
-@contextmanager
-def served(*options: str) -> Iterator[Server]:
-    server = Server(*options)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.communicate()
+        command = ("sorl_train.serve_agent.cli", "--port", "0", "--served_name", "agent", *options)
+        super().__init__(*command, address=r"http://127\.0\.0\.1:(\d+)/v1: agent on minihop")
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +64,7 @@ def run(cold_started_run: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Server]:
     limits = ("--stall_timeout_s", "2")
-    with served(
+    with Server(
         "--model", str(run), "--hardware.threads", "1", "--sampler.max_concurrency", "4", *limits
     ) as started:
         yield started
@@ -193,7 +166,7 @@ def test_over_a_served_model_with_a_token(run: Path, tmp_path: Path) -> None:
     with serving(policy, vllm=True) as upstream:
         options = ["--endpoint", upstream.url, "--model_name", "tiny", "--tokenizer", policy]
         options += ["--timeout_s", "2"]
-        with served(*options, *task, "--token_file", str(tmp_path / "token")) as server:
+        with Server(*options, *task, "--token_file", str(tmp_path / "token")) as server:
             client, body = server.client, asking("What is the employer of nobody?")
             assert client.get("/health").status_code == 200
             refused = client.post(CHAT, json=body)
@@ -206,7 +179,7 @@ def test_over_a_served_model_with_a_token(run: Path, tmp_path: Path) -> None:
             upstream.faults[:] = [500] * 9
             out = client.post(CHAT, json=body)
             assert (out.status_code, out.json()["error"]["code"]) == (502, "policy_unavailable")
-            assert server.end() == 0
+            assert server.stop() == 0
 
 
 def world_of(run: Path) -> list[str]:
@@ -474,7 +447,7 @@ def test_a_web_page_runs_no_tools(server: Server) -> None:
 
 def test_dropped_streams_leave_nothing_in_the_log(run: Path) -> None:
     options = ["--model", str(run), "--hardware.threads", "1", "--sampler.max_concurrency", "2"]
-    with served(*options, "--drain_s", "0") as server:
+    with Server(*options, "--drain_s", "0") as server:
         body = json.dumps(asking("Who is it?", stream=True)).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -488,6 +461,6 @@ def test_dropped_streams_leave_nothing_in_the_log(run: Path) -> None:
             client.sendall(request)
             assert client.recv(1000).startswith(b"HTTP/1.1 200")
             server.process.send_signal(signal.SIGTERM)  # in the middle of a stream
-            _, log = server.process.communicate(timeout=60)
-        assert server.process.returncode == 0
-        assert not any(word in log for word in ("destroyed", "never retrieved", "Traceback")), log
+            assert server.process.wait(60) == 0
+    log = "".join(server.lines)
+    assert not any(word in log for word in ("destroyed", "never retrieved", "Traceback")), log

@@ -28,9 +28,8 @@ import numpy as np
 
 from sorl_env.errors import UserError
 from sorl_env.folders import cache_folder, missing_folders, remove_empty
-from sorl_tools.corpus import PassageFile, check_corpus
+from sorl_tools.corpus import Corpus, PassageFile, check_corpus
 from sorl_tools.index.build.bm25 import CHUNK, PostingsBuilder
-from sorl_tools.index.build.corpora import Corpus
 from sorl_tools.index.build.dense import DenseOptions, check_options, write_vectors
 from sorl_tools.index.encoder import Encoder
 from sorl_tools.index.index import (

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sorl_env.errors import UserError
-from sorl_tools.corpus import Passage, read_corpus
-from sorl_tools.index.build.corpora import Corpus
+from sorl_tools.corpus import Corpus, Passage, read_corpus
 
 from ...corpora import made_up, write_jsonl, write_passages
 
