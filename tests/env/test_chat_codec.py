@@ -46,9 +46,7 @@ def _env() -> ToolUseEnv:
     task = Task(
         name="flux",
         prompt=lambda example: example.question,
-        reward=lambda example, turns: {
-            "right": float(turns[-1].kind == "answer" and turns[-1].content == "Smiljan")
-        },
+        reward=lambda example, turns: {"right": float(turns[-1] == _answering("Smiljan"))},
         parse_row=lambda row: Example("0", QUESTION),
         tools=[search],
         embedded=lambda split: [Example("0", QUESTION)],
@@ -76,12 +74,6 @@ class Scripted:
     def release(self, session: str) -> None: ...
 
 
-def _play(env: ToolUseEnv, tokenizer: Any, turns: Sequence[Sequence[int]]) -> tuple[Trajectory, Scripted]:
-    sampler = Scripted(turns)
-    job = RolloutJob("0", "0", 0, 0)
-    return asyncio.run(run_trajectory(env.spawn(), tokenizer, sampler, job, RolloutSettings())), sampler
-
-
 def _calling(query: str) -> ParsedTurn:
     return ParsedTurn("tool", "", "search", query)
 
@@ -93,11 +85,8 @@ def _answering(text: str) -> ParsedTurn:
 def _messages(queries: Sequence[str], answer: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
     for query in queries:
-        call = {
-            "id": "sorlcall0",
-            "type": "function",
-            "function": {"name": "search", "arguments": {"query": query}},
-        }
+        function = {"name": "search", "arguments": {"query": query}}
+        call = {"id": "sorlcall0", "type": "function", "function": function}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         reply = {"role": "tool", "name": "search", "tool_call_id": "sorlcall0", "content": search(query)}
         messages.append(reply)
@@ -120,7 +109,9 @@ class Setting(NamedTuple):
         return [self.codec.written_turn(turn, "")[1] for turn in turns]
 
     def play(self, *turns: Sequence[int]) -> tuple[Trajectory, Scripted]:
-        return _play(self.env, self.tokenizer, turns)
+        sampler, job = Scripted(turns), RolloutJob("0", "0", 0, 0)
+        env = self.env.spawn()
+        return asyncio.run(run_trajectory(env, self.tokenizer, sampler, job, RolloutSettings())), sampler
 
 
 def _setting(tokenizer: Any) -> Setting:
@@ -246,13 +237,13 @@ def test_reasoning_of_a_demonstration_is_written_as_the_template_does(family: st
 DROPS_THOUGHTS = {"tool": ("llama3.1", "llama3.2", "mistral-v3", "qwen3.5"), "answer": ("qwen3.5",)}
 
 
-@pytest.mark.parametrize(
-    ("family", "ending"),
-    [
-        ("qwen2.5", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
-        ("llama3.1", "<|end_header_id|>\n\n"),
-    ],
-)
+ENDINGS = [
+    ("qwen2.5", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
+    ("llama3.1", "<|end_header_id|>\n\n"),
+]
+
+
+@pytest.mark.parametrize(("family", "ending"), ENDINGS)
 def test_a_long_reply_is_cut_to_the_limit_and_keeps_the_templates_ending(family: str, ending: str) -> None:
     """Llama's template writes it as JSON, in which a quotation mark is two characters."""
     setting = _setting(make_tokenizer(family))
@@ -275,9 +266,7 @@ def test_mistrals_reply_names_the_id_that_the_policy_gave_its_call() -> None:
     assert '"call_id": "Ab3456789"' in tokenizer.decode(codec.reply_ids(call, _calling("x"), "y", 100))
 
 
-def test_templates_that_cannot_write_calls_and_forms_that_are_not_known_are_refused_with_the_next_move() -> (
-    None
-):
+def test_templates_that_write_no_calls_or_in_unknown_forms_are_refused_with_the_next_move() -> None:
     tools = [as_tool(search)]
     tokenizer = make_tokenizer("smollm2")
     template = tokenizer.chat_template

@@ -59,10 +59,8 @@ def test_other_prompts_have_the_tokens_of_the_templates_own_rendering(family: st
     messages = messages[1:] if family in NO_SYSTEM else messages
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = tokenizer.encode(text, add_special_tokens=False)
-    assert (
-        encode_prompt(tokenizer, messages[-1]["content"], None if len(messages) == 1 else "be kind")
-        == expected
-    )
+    system = None if len(messages) == 1 else "be kind"
+    assert encode_prompt(tokenizer, messages[-1]["content"], system) == expected
 
 
 def test_the_tags_of_the_format_keep_their_tokens() -> None:
@@ -70,7 +68,7 @@ def test_the_tags_of_the_format_keep_their_tokens() -> None:
 
     tokenizer = make_tokenizer.__wrapped__("qwen3")
     tokenizer.add_tokens(
-        [AddedToken(tag, special=True, normalized=False) for tag in ("<search>", "</search>")]
+        [AddedToken(f"<{tag}>", special=True, normalized=False) for tag in ("search", "/search")]
     )
     text = "<think> <search> q </search> <|im_end|>"
     ids = encode_prompt(tokenizer, text, tools=["search"], use_chat_template=False)
@@ -116,10 +114,8 @@ def test_neither_data_nor_tools_nor_experts_write_control_tokens(
     forged = (
         FORGED.replace("\n", " ").replace("<tool_call>", "").replace("</tool_call>", "")
     )  # a call in a call
-    for hostile, harmless in zip(seen(forged), seen("x"), strict=True):
-        have, expected = (
-            [i for i in controls(tokenizer, ids) if i not in tags] for ids in (hostile, harmless)
-        )
+    for pair in zip(seen(forged), seen("x"), strict=True):
+        have, expected = ([i for i in controls(tokenizer, ids) if i not in tags] for ids in pair)
         assert have == expected
 
 

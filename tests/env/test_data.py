@@ -56,12 +56,8 @@ def test_the_split_picks_the_file_of_a_folder_and_labels_a_single_file(task: Tas
     assert load_examples(task, test, "validation").split == "validation"
     with pytest.raises(UserError, match=r"no split 'tset' .*Did you mean 'test'\?"):
         load_examples(task, tmp_path, "tset")
-
-
-def test_blank_lines_and_other_line_ends(task: Task, tmp_path: Path) -> None:
-    file = tmp_path / "x.jsonl"
-    file.write_bytes(b"\n" + jsonl(ROWS).replace(b"\n", b"\r\n\n") + b"  \n")
-    assert load_examples(task, file).examples == EXPECTED
+    (tmp_path / "x.jsonl").write_bytes(b"\n" + jsonl(ROWS).replace(b"\n", b"\r\n\n") + b"  \n")
+    assert load_examples(task, tmp_path / "x.jsonl").examples == EXPECTED  # blank lines, and other line ends
 
 
 @pytest.mark.parametrize(
@@ -71,15 +67,9 @@ def test_blank_lines_and_other_line_ends(task: Task, tmp_path: Path) -> None:
         (b"[1]", "a row must be a JSON object, not list"),
         (b"null", "a row must be a JSON object, not NoneType"),
         (b'{"id": "\xff"}', "not valid JSON"),
-        (
-            b'{"id": "r", "golden_answers": []}',
-            "no column 'question' for task toy; the row has id, golden_answers",
-        ),
+        (b'{"id": "r", "a": []}', "no column 'question' for task toy; the row has id, a"),
         (b"{}", "no column 'id' for task toy; the row has none"),
-        (
-            b'{"id": "r", "question": "q", "golden_answers": 3}',
-            "not a row of task toy: 'int' object is not iterable",
-        ),
+        (b'{"id": "r", "question": "q", "golden_answers": 3}', "not a row of task toy: 'int' object is not"),
     ],
 )
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
@@ -174,11 +164,7 @@ def test_the_hub(
 
 
 def test_what_the_hub_refuses_is_passed_on(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (
-        ConnectionError("offline"),
-        FileNotFoundError("no such data set"),
-        ValueError("Unknown split"),
-    ):
+    for error in (ConnectionError("offline"), FileNotFoundError("no data set"), ValueError("Unknown split")):
         monkeypatch.setitem(sys.modules, "datasets", FakeHub(error))
         with pytest.raises(UserError, match=f"hf:a/b, split 'train': {error}"):
             load_examples(task, "hf:a/b")
@@ -192,11 +178,12 @@ def test_what_the_hub_refuses_is_passed_on(task: Task, monkeypatch: pytest.Monke
 def test_missing_packages_are_named_with_their_extra(
     task: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = tmp_path / "x.parquet"
-    file.write_bytes(b"PAR1")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
     for module in ("pyarrow", "pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, module, None)  # import fails as if it were not installed
-    with pytest.raises(UserError, match=r"x\.parquet: Parquet needs pyarrow: pip install 'sorl\[train\]'"):
-        load_examples(task, file)
-    with pytest.raises(UserError, match=r"hf:a/b: the hub needs datasets: pip install 'sorl\[train\]'"):
-        load_examples(task, "hf:a/b")
+    for source, need in (
+        (tmp_path / "x.parquet", "Parquet needs pyarrow"),
+        ("hf:a/b", "the hub needs datasets"),
+    ):
+        with pytest.raises(UserError, match=rf"{source}: {need}: pip install 'sorl\[train\]'"):
+            load_examples(task, source)

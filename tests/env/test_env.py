@@ -95,9 +95,7 @@ def test_an_episode(env: ToolUseEnv) -> None:
 def test_how_episodes_end(env: ToolUseEnv, canned: Any, turns: list[str], reason: str, reward: float) -> None:
     env.reset(options={"index": 2})
     results = [env.step(turn.format(2)) for turn in turns]
-    assert [result.terminated or result.truncated for result in results] == [False] * (len(turns) - 1) + [
-        True
-    ]
+    assert [r.terminated or r.truncated for r in results] == [False] * (len(turns) - 1) + [True]
     last = results[-1]
     assert last.terminated == (reason == "answer") and last.truncated == (reason != "answer")
     assert (last.info["stop_reason"], last.reward, last.observation) == (reason, reward, "")
@@ -107,10 +105,9 @@ def test_how_episodes_end(env: ToolUseEnv, canned: Any, turns: list[str], reason
 
 
 def test_steps_out_of_order_raise(env: ToolUseEnv) -> None:
-    with pytest.raises(ResetNeeded, match=r"call reset\(\) first"):
-        env.step(SEARCH)
-    with pytest.raises(ResetNeeded, match=r"call reset\(\) first"):
-        env.truncate("aborted")
+    for call in (lambda: env.step(SEARCH), lambda: env.truncate("aborted")):
+        with pytest.raises(ResetNeeded, match=r"call reset\(\) first"):
+            call()
     env.reset(seed=0)
     with pytest.raises(ResetNeeded, match=r"call step\(\) or begin_turn\(\) first"):
         env.finish_turn([])
@@ -186,11 +183,8 @@ def test_truncation_from_outside(env: ToolUseEnv) -> None:
     step = env.step(SEARCH)
     result = env.truncate(StopReason.MAX_TOKENS)
     assert (result.terminated, result.ended, result.observation, result.reward) == (False, True, "", 0.0)
-    assert (result.parsed, result.turn, result.tool_calls) == (
-        step.info["parsed"],
-        0,
-        step.info["tool_calls"],
-    )
+    assert (result.parsed, result.turn) == (step.info["parsed"], 0)
+    assert result.tool_calls == step.info["tool_calls"]
     assert (result.stop_reason, result.reward_items) == ("max_tokens", {"exact_match": 0.0})
     env.reset(seed=0)
     env.begin_turn(SEARCH)
@@ -214,18 +208,11 @@ def test_rewards_of_a_turn(make_task: Callable[..., Task]) -> None:
     last = env.step(ANSWER.format(0))
     assert last.info["reward_items"] == {"format": 0.1, "exact_match": 1.01}
     assert last.reward == pytest.approx(1.11)
-
-
-@pytest.mark.parametrize(
-    ("reason", "items"), [("max_tokens", {"format": 0.0, "exact_match": 0.01}), ("aborted", {})]
-)
-def test_truncation_repeats_the_rewards_of_the_last_turn(
-    make_task: Callable[..., Task], reason: str, items: dict[str, float]
-) -> None:
-    env = ToolUseEnv(make_task(turn_reward=rewards_of_turn))
-    env.reset(options={"index": 0})
-    env.step(INVALID)
-    assert env.truncate(reason).reward_items == items
+    # a truncation repeats the rewards of the last turn
+    for reason, items in (("max_tokens", {"format": 0.0, "exact_match": 0.01}), ("aborted", {})):
+        env.reset(options={"index": 0})
+        env.step(INVALID)
+        assert env.truncate(reason).reward_items == items
 
 
 def test_infos_belong_to_their_caller(make_task: Callable[..., Task]) -> None:
@@ -242,25 +229,16 @@ def test_infos_belong_to_their_caller(make_task: Callable[..., Task]) -> None:
     assert constant == {"score": 1.0}
 
 
-def test_the_settings_reach_the_tools(make_task: Callable[..., Task], canned: Any) -> None:
-    seen: list[ToolSettings] = []
-
-    def build(settings: ToolSettings) -> list[Any]:
-        seen.append(settings)
-        return [canned]
-
-    task = make_task(tools=build)
-    ToolUseEnv(task, tool_settings=ToolSettings(corpus="c.jsonl", top_k=5))
-    ToolUseEnv(task, tools=[])
-    assert seen == [ToolSettings(corpus="c.jsonl", top_k=5)]
-
-
-def test_closing_closes_what_was_built_for_the_environment(
+def test_the_settings_reach_the_tools_and_closing_closes_what_was_built_from_them(
     make_task: Callable[..., Task], canned: Any
 ) -> None:
+    seen: list[ToolSettings] = []
     closed: list[str] = []
     canned.close = lambda: closed.append("closed")
-    built = make_task(tools=lambda settings: [canned])
+    built = make_task(tools=lambda settings: [seen.append(settings), canned][1:])
+    ToolUseEnv(built, tool_settings=ToolSettings(corpus="c.jsonl", top_k=5))
+    ToolUseEnv(built, tools=[])
+    assert seen == [ToolSettings(corpus="c.jsonl", top_k=5)]
     for env in (ToolUseEnv(make_task()), ToolUseEnv(built, tools=[canned]), ToolUseEnv(built).spawn()):
         env.close()
     assert closed == []

@@ -50,28 +50,15 @@ def test_an_episode_on_the_frozen_lake() -> None:
 
 
 def test_a_turn_of_another_form_is_not_an_action() -> None:
-    turns = [
-        "left",
-        "<action>left</action> and then",
-        "<answer>left</answer>",
-        *act("LEFT!", "nowhere", "down"),
-    ]
+    turns = ["left", "<action>left</action> and then", "<answer>left</answer>"]
+    turns += act("LEFT!", "nowhere", "down")
     _, results = play(load_task("gym:FrozenLake-v1", **LAKE), turns)
-    assert [r.format_error for r in results] == [
-        "missing_action",
-        "trailing_text",
-        "missing_action",
-        None,
-        None,
-        None,
-    ]
+    errors = ["missing_action", "trailing_text", "missing_action", None, None, None]
+    assert [r.format_error for r in results] == errors
     assert all("between <action> and </action>" in r.observation for r in results[:3])
     assert "must be in Text" in results[3].observation  # outside the space: the environment never sees it
     assert "That is no direction." in results[4].observation
     assert "Field 4." in results[5].observation  # none of the others has moved
-
-
-def test_the_turns_are_counted() -> None:
     task = load_task("gym:FrozenLake-v1", **LAKE, max_turns=2)
     assert play(task, act("left", "left"))[1][-1].stop_reason == "max_turns"
     assert play(task, [*act("left"), "?"])[1][-1].stop_reason == "invalid"
@@ -89,10 +76,8 @@ def test_our_own_environment_through_gymnasium_is_itself() -> None:
 def test_splits_share_no_episode() -> None:
     task = load_task("gym:FrozenLake-v1", **LAKE, examples=3)
     assert task.embedded is not None
-    ids = {
-        split: {example.id for example in task.embedded(split)} for split in ("train", "validation", "test")
-    }
-    assert [len(each) for each in ids.values()] == [3, 3, 3] and len(set.union(*ids.values())) == 9
+    ids = [one.id for split in ("train", "validation", "test") for one in task.embedded(split)]
+    assert len(ids) == len(set(ids)) == 9
     with pytest.raises(UserError, match=r"no split 'tset'\. Did you mean 'test'"):
         open_env(task, split="tset")
     with pytest.raises(UserError, match=r"leave data=x\.jsonl out"):
@@ -105,11 +90,7 @@ def test_splits_share_no_episode() -> None:
     ("reference", "knobs", "message"),
     [
         ("gym:CartPole-v1", {}, "its observation space is Box.* action space is Discrete.*task_args.wrapper"),
-        (
-            "gym:FrozenLake-v1",
-            {"wrapper": f"{WRAPPERS}:half_wrapped"},
-            "action space is Discrete.*give a wrapper",
-        ),
+        ("gym:FrozenLake-v1", {"wrapper": f"{WRAPPERS}:half_wrapped"}, "action space is Discrete.*a wrapper"),
         ("gym:FrozenLake-v1", {"wrapper": f"{WRAPPERS}:LakeInWord"}, "Did you mean 'LakeInWords'"),
         ("gym:FrozenLake-v1", {"wrapper": "LakeInWords"}, "write file.py:Name"),
         ("gym:FrozenLake-v1", {"wrapper": "no.such:Thing"}, "no module 'no'"),
@@ -142,9 +123,6 @@ def test_a_broken_environment_is_an_outage(action: str, message: str) -> None:
     _, (result,) = play(task, act(action))
     assert result.ended and result.stop_reason == "error" and result.reward == 0
     assert message in result.error
-
-
-def test_an_episode_that_cannot_begin_is_an_outage() -> None:
     with pytest.raises(ToolUnavailableError, match="reset raised OSError: no level"):
         play(load_task("gym:sorl_tests/Misbehaving-v0"), [], index=1)
 

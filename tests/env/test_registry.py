@@ -27,41 +27,29 @@ def build(name="filed", answer="yes"):
 """
 
 
-def test_the_packaged_tasks() -> None:
-    assert {"nq", "hotpotqa", "alphamed19k", "minihop"} <= set(task_names())
-    assert not [name for name in task_names() if name.startswith("_")]
-
-
 @pytest.mark.parametrize(("env_id", "name"), _ENV_IDS.items())
 def test_ids_known_without_import_are_those_of_the_tasks(env_id: str, name: str) -> None:
     assert load_task(name).env_id == env_id
-    assert load_task(env_id) is load_task(name)
+    assert load_task(env_id) is load_task(name) and name in task_names()
+    assert not [other for other in task_names() if other.startswith("_")]
     assert env_id in gymnasium.registry
 
 
-def test_unknown_names_get_suggestions() -> None:
-    with pytest.raises(UserError, match=r"there is no task 'hotpot_qa'\. Did you mean 'hotpotqa'\?"):
-        load_task("hotpot_qa")
-    with pytest.raises(
-        UserError, match=r"For a task of your own give package\.module:TASK or the path of a \.py file"
-    ):
-        load_task("zzz")
-    with pytest.raises(UserError, match="no module 'no_such_package'; is it on the Python path"):
-        load_task("no_such_package.tasks:TASK")
-    with pytest.raises(UserError, match=r"no module 'sorl_env.no_such'"):
-        load_task("sorl_env.no_such:TASK")
-    with pytest.raises(
-        UserError, match=r"'sorl_tasks\.nq:TSAK': sorl_tasks\.nq has no TSAK\. Did you mean 'TASK'"
-    ):
-        load_task("sorl_tasks.nq:TSAK")
-
-
-def test_a_module_and_attribute() -> None:
-    assert load_task("sorl_tasks.nq:TASK") is load_task("nq")
-    with pytest.raises(UserError, match=r"register_envs is not a Task|returned a NoneType, not a Task"):
-        load_task("sorl_env.task.registry:register_envs")
-    with pytest.raises(UserError, match="ENTRY_POINT_GROUP is not a Task"):
-        load_task("sorl_env.task.registry:ENTRY_POINT_GROUP")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hotpot_qa", r"there is no task 'hotpot_qa'\. Did you mean 'hotpotqa'\?"),
+        ("zzz", r"For a task of your own give package\.module:TASK or the path of a \.py file"),
+        ("no_such_package.tasks:TASK", "no module 'no_such_package'; is it on the Python path"),
+        ("sorl_env.no_such:TASK", r"no module 'sorl_env.no_such'"),
+        ("sorl_tasks.nq:TSAK", r"'sorl_tasks\.nq:TSAK': sorl_tasks\.nq has no TSAK\. Did you mean 'TASK'"),
+        ("sorl_env.task.registry:register_envs", r"returned a NoneType, not a Task"),
+        ("sorl_env.task.registry:ENTRY_POINT_GROUP", "ENTRY_POINT_GROUP is not a Task"),
+    ],
+)
+def test_what_is_no_task_gets_suggestions(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_task(name)
 
 
 def test_two_files_of_one_name_do_not_mix(tmp_path: Path) -> None:

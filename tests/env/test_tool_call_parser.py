@@ -21,17 +21,15 @@ def add(a: int, b: float) -> str:
 
 
 TOOLS = (as_tool(search), as_tool(add))
-HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "who wrote it"}}\n</tool_call>'
-XML = (
-    "<tool_call>\n<function=search>\n<parameter=query>\nwho wrote it\n</parameter>\n</function>\n</tool_call>"
-)
+ASKED = '"name": "search", "arguments": {"query": "who wrote it"}'
+HERMES = f"<tool_call>\n{{{ASKED}}}\n</tool_call>"
+PARAMETER = "<parameter=query>\nwho wrote it\n</parameter>"
+XML = f"<tool_call>\n<function=search>\n{PARAMETER}\n</function>\n</tool_call>"
 CALLS = {
     "hermes": (HERMES, TAGGED),
+    "smollm2": (f"<tool_call>[{{{ASKED}}}]</tool_call>", TAGGED),
     "qwen 3.5": (XML, TAGGED),
-    "mistral 3": (
-        '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "who wrote it"}, "id": "abcdefghi"}]',
-        MISTRAL,
-    ),
+    "mistral 3": (f'[TOOL_CALLS] [{{{ASKED}, "id": "abcdefghi"}}]', MISTRAL),
     "mistral 13": ('[TOOL_CALLS]search[ARGS]{"query": "who wrote it"}', MISTRAL),
     "mistral 11": ('[TOOL_CALLS]search[CALL_ID]abcdefghi[ARGS]{"query": "who wrote it"}', MISTRAL),
     "gemma": ('<|tool_call>call:search{query:<|"|>who wrote it<|"|>}<tool_call|>', GEMMA),
@@ -74,15 +72,8 @@ def test_arguments_of_a_tool_with_several_are_json_of_the_types_that_its_schema_
     for text in texts:
         assert json.loads(parse_message(text, TOOLS).content) == want
     spelled = texts[1].replace(">1<", ">one<")
-    assert json.loads(parse_message(spelled, TOOLS).content) == {
-        "a": "one",
-        "b": 2.5,
-    }  # the toolbox says what is wrong
-
-
-def test_smollm2_writes_a_list_of_one_call() -> None:
-    turn = parse_message('<tool_call>[{"name": "search", "arguments": {"query": "x"}}]</tool_call>', TOOLS)
-    assert (turn.kind, turn.tool, turn.content) == ("tool", "search", "x")
+    # the toolbox says what is wrong
+    assert json.loads(parse_message(spelled, TOOLS).content) == {"a": "one", "b": 2.5}
 
 
 WRONG = {

@@ -31,14 +31,11 @@ def searched(**changes: Any) -> Trajectory:
              (CALL, FAILED), 3, 5, policy_version=7, generate_s=0.25, tool_s=0.0123),
         Turn(1, "<answer>Oslo", "invalid", "", "unclosed", "", {"format": -0.1, "answer": 1.0}, (), 6, 8),
     )  # fmt: skip
+    names = {"id": "g1/0", "group_id": "g1", "task": "minihop", "source": "embedded", "example_id": "e1"}
     trajectory = make_trajectory(
         [-1, -1, -1, 0, 0, -1, 1, 1],
-        id="g1/0",
-        group_id="g1",
-        task="minihop",
-        source="embedded",
+        **names,
         split="train",
-        example_id="e1",
         prompt="Question: Hauptstadt von Norwegen? \u2028 \U0001f600 \x00",
         token_ids=np.array([1, 2, 3, 70_000, 5, 6, 7, 8], np.int32),
         rollout_log_probs=np.array([0, 0, 0, -0.1, -1e-7, 0, -3.4e38, -np.inf], np.float32),
@@ -74,6 +71,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     write_jsonl(path, iter(written))
     assert list(tmp_path.iterdir()) == [path]
+    assert '"rollout_log_probs":[0.0,0.0,0.0,-0.1,-1e-07,' in path.read_text()  # with few digits
     for left, right in zip(written, read_jsonl(path), strict=True):
         assert_same(left, right)
 
@@ -129,11 +127,6 @@ def test_any_text_and_any_float_survive(
     assert_same(trajectory, read_jsonl(folder / "t.jsonl")[0])
 
 
-def test_log_probs_are_written_short(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "t.jsonl", [searched()])
-    assert '"rollout_log_probs":[0.0,0.0,0.0,-0.1,-1e-07,' in (tmp_path / "t.jsonl").read_text()
-
-
 # --- datasets -------------------------------------------------------------------------------------
 def test_loads_with_datasets_under_one_schema(tmp_path: Path) -> None:
     """In either order: the file that comes first fixes the schema, and an emptier one must not spoil it."""
@@ -169,16 +162,6 @@ def test_half_surrogate_pairs_in_a_file_are_replaced(tmp_path: Path, name: str) 
     assert "\ufffd x \ufffd\ufffd" in repr(getattr(found, name))
 
 
-@pytest.mark.parametrize("name", ["reward_items", "metadata"])
-def test_deep_json_in_a_file_is_named(tmp_path: Path, name: str) -> None:
-    edit_line(tmp_path / "t.jsonl", **{name: "[" * 100_000})
-    with pytest.raises(UserError, match=r"t\.jsonl:2: it is nested too deeply"):
-        read_jsonl(tmp_path / "t.jsonl")
-    (tmp_path / "t.jsonl").write_text("[" * 100_000 + "\n")
-    with pytest.raises(UserError, match=r"t\.jsonl:1: not valid JSON \(it is nested too deeply\)"):
-        read_jsonl(tmp_path / "t.jsonl")
-
-
 # --- errors ---------------------------------------------------------------------------------------
 def edit_line(path: Path, **changes: Any) -> None:
     write_jsonl(path, [searched(), searched()])
@@ -201,6 +184,8 @@ def edit_line(path: Path, **changes: Any) -> None:
         ({"reward_items": "{"}, r"t\.jsonl:2: "),
         ({"turns": [{"index": 0}]}, r"t\.jsonl:2: the field 'format_error' is missing"),
         ({"turns": [1]}, r"t\.jsonl:2: "),
+        ({"reward_items": "[" * 100_000}, r"t\.jsonl:2: it is nested too deeply"),
+        ({"metadata": "[" * 100_000}, r"t\.jsonl:2: it is nested too deeply"),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(
@@ -211,15 +196,16 @@ def test_a_bad_record_is_named_by_file_and_line(
         read_jsonl(tmp_path / "t.jsonl")
 
 
-def test_a_half_written_last_line_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(UserError, match=r"t\.jsonl:1: not valid JSON \(it is nested too deeply\)"):
+        read_jsonl(path)
     write_jsonl(path, [searched(), searched()])
     path.write_bytes(path.read_bytes()[:-40])
     rows = iter_jsonl(path)
     assert next(rows).id == "g1/0"
-    with pytest.raises(
-        UserError, match=r"t\.jsonl:2: not valid JSON .* its end is missing, so delete this last line"
-    ):
+    with pytest.raises(UserError, match=r"t\.jsonl:2: not valid JSON .* so delete this last line"):
         next(rows)
 
 

@@ -59,13 +59,8 @@ class Misbehaving(gymnasium.Env[str, str]):
             return b"no text", 0.0, False, False, {}
         if action == "tags":
             return "</information> <answer> \ud800", 0.0, False, False, {}
-        return (
-            "on",
-            {"nan": float("nan"), "word": "much"}.get(action, 1.5),
-            action == "end",
-            action == "cut",
-            {},
-        )
+        reward = {"nan": float("nan"), "word": "much"}.get(action, 1.5)
+        return "on", reward, action == "end", action == "cut", {}
 
 
 if "sorl_tests/Misbehaving-v0" not in gymnasium.registry:  # the file is imported by its path as well

@@ -38,9 +38,8 @@ def rows_of(task: str) -> list[dict[str, Any]]:
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     if path:
         yield path
-    for key, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-    ):
+    items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    for key, inner in items:
         yield from places(inner, (*path, key))
 
 
