@@ -10,8 +10,16 @@ from functools import partial
 
 from sorl_env.bridges.session_env import ACTION, SessionEnv
 from sorl_env.commands.check import Check, check_episodes, check_tool, describe_checks, raised, requests
-from sorl_env.commands.command import FAILED, Parser, add_json_option, number, print_json, run_command, whole
-from sorl_env.commands.interrupts import run_async
+from sorl_env.commands.command import (
+    FAILED,
+    Parser,
+    add_json_option,
+    number,
+    print_json,
+    run_async,
+    run_command,
+    whole,
+)
 from sorl_env.commands.task_options import add_task_options, open_named_task
 from sorl_env.envs.text_env import TextEnv, need_tools
 from sorl_env.envs.tool_use import ToolUseEnv

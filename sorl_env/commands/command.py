@@ -7,6 +7,7 @@ itself keeps its traceback, below a line that asks for a report.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -15,16 +16,19 @@ import json
 import math
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from sorl_env.errors import MAX_SEED, MOST, Bounds, UserError, did_you_mean
 from sorl_env.task.import_file import user_traceback
 from sorl_env.text import valid_text
 
+_T = TypeVar("_T")
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # 130 is what a shell reports for Ctrl-C
 _LONGEST_WORD = 300  # characters; a message shows only both ends of a longer one
 # What to do about an error of the system, by its number; about others that name a path, there is `_OTHER_PATH`.
@@ -260,3 +264,62 @@ def _drop_output() -> None:
         # In a test, standard output may be no file of the system.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# Ctrl-C and SIGTERM while an event loop runs. A signal handler that raises inside asyncio's own code can lose a
+# callback that the loop had just taken from its queue. The task that waited for it then never ends, and the process
+# hangs. So the handler is ``interrupt``, which cancels the coroutine of ``run_async``; ``asyncio.run`` does the same
+# for Ctrl-C alone, from Python 3.11 on.
+class _Running:
+    """What the main thread's event loop runs now."""
+
+    task: asyncio.Task[Any] | None = None
+    interrupted = False
+
+
+def interrupt(number: int = 0, frame: Any = None) -> None:
+    """Raise ``KeyboardInterrupt`` in the main thread: at once, or from ``run_async`` if that is running.
+
+    It has the arguments of a signal handler, and is only to be called by one. The next ones raise at once, in case
+    something ignores that it is cancelled.
+    """
+    task = _Running.task
+    if task is None or _Running.interrupted:
+        raise KeyboardInterrupt
+    _Running.interrupted = True
+    task.get_loop().call_soon_threadsafe(task.cancel)
+
+
+def interrupt_on(*signals: signal.Signals) -> None:
+    """Make these signals end the process as Ctrl-C does, so that it can save its work first."""
+    for each in signals:
+        signal.signal(each, interrupt)
+
+
+def run_async(main: Coroutine[Any, Any, _T]) -> _T:
+    """``asyncio.run``, which an interrupt always ends.
+
+    Raises:
+        KeyboardInterrupt: after an ``interrupt``, once the coroutine has dealt with its cancellation.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
+        return asyncio.run(main)
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        return asyncio.run(_watched(main))
+    finally:
+        interrupted, _Running.interrupted = _Running.interrupted, False
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+async def _watched(main: Coroutine[Any, Any, _T]) -> _T:
+    _Running.task = asyncio.current_task()
+    try:
+        return await main
+    finally:
+        _Running.task = None

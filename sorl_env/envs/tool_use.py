@@ -81,22 +81,17 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.task, self._shared_tools, self._owned_tools = equip(
             self.task, tools, tool_settings, self.limits.reply_chars
         )
-        self._warn_of_sample()
-        self.action_space = UnicodeText()
-        self.observation_space = UnicodeText()
-        self._start(self.examples.examples[0])
-
-    def _warn_of_sample(self) -> None:
-        """Log a warning where real questions are searched for in an embedded sample of passages."""
-        if not self.examples.is_sample and any(
-            getattr(tool, "is_sample", False) for tool in self._shared_tools.tools
-        ):
+        searched = any(getattr(tool, "is_sample", False) for tool in self._shared_tools.tools)
+        if searched and not self.examples.is_sample:
             logger.warning(
                 "task %s asks questions of %s, but searches only its embedded sample of passages: give the corpus or "
                 "search_url of tool_settings",
                 self.task.name,
                 self.examples.source,
             )
+        self.action_space = UnicodeText()
+        self.observation_space = UnicodeText()
+        self._start(self.examples.examples[0])
 
     def _start(self, example: Example) -> None:
         """State before the first turn on an example."""
@@ -178,7 +173,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> StepResult:
         """One turn of the policy: parse it, call its tool, reply."""
-        return self.play_turn(action).for_gymnasium(self.example.id)
+        calls = [self._toolbox.call(request) for request in self.begin_turn(action)]
+        return self.finish_turn(calls).for_gymnasium(self.example.id)
 
     def play_turn(self, action: str) -> TurnInfo:
         """As ``step``, with a typed result."""
@@ -196,16 +192,17 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         parsed = self.format.parse(action, self._toolbox, self.task.require_think)
         self._turns.append(parsed)
         self._phase = _FINISH_TURN
-        self._clock.ask()
         if parsed.tool is None or len(self._turns) >= self.limits.max_turns:
             return []
+        self._clock.ask()
         return [ToolRequest(parsed.tool, parsed.content)]
 
     def finish_turn(self, calls: Sequence[ToolOutcome]) -> TurnInfo:
         """Reply to the turn, given the outcomes of its requests in their order."""
         if self._phase != _FINISH_TURN:
             raise ResetNeeded(f"call {self._phase} first")
-        self._clock.answered()
+        if calls:
+            self._clock.answered()
         self._calls = []
         self._items = {}
         observation = self.format.invalid_observation

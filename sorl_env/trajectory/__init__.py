@@ -1,13 +1,5 @@
 """The record of a rollout, and the classes of its tokens."""
 
-from sorl_env.trajectory.trajectory import (
-    SCHEMA_VERSION,
-    StopReason,
-    Trajectory,
-    Turn,
-    iter_jsonl,
-    read_jsonl,
-    write_jsonl,
-)
+from sorl_env.trajectory.trajectory import StopReason, Trajectory, Turn, iter_jsonl, read_jsonl, write_jsonl
 
-__all__ = ["SCHEMA_VERSION", "StopReason", "Trajectory", "Turn", "iter_jsonl", "read_jsonl", "write_jsonl"]
+__all__ = ["StopReason", "Trajectory", "Turn", "iter_jsonl", "read_jsonl", "write_jsonl"]

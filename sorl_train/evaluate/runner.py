@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sorl_env.commands.interrupts import run_async
+from sorl_env.commands.command import run_async
 from sorl_env.envs.prompts import make_codec
 from sorl_env.envs.text_env import TextEnv, format_of, need_tools
 from sorl_env.errors import UserError, did_you_mean

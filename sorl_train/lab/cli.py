@@ -16,8 +16,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from sorl_env.commands.command import Parser, number, run_command, say, whole
-from sorl_env.commands.interrupts import interrupt_on
+from sorl_env.commands.command import Parser, interrupt_on, number, run_command, say, whole
 from sorl_env.errors import UserError
 from sorl_train.config.files import to_yaml
 from sorl_train.config.run_settings import AlarmConfig

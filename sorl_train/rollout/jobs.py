@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from sorl_env.commands.interrupts import run_async
+from sorl_env.commands.command import run_async
 from sorl_env.envs.text_env import TextEnv
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, collect
 from sorl_env.trajectory import Trajectory

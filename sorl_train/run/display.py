@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 
-from sorl_env.commands.interrupts import interrupt
+from sorl_env.commands.command import interrupt
 from sorl_env.errors import UserError
 from sorl_env.text import duration
 

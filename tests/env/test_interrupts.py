@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sorl_env.commands.interrupts import interrupt_on, run_async
+from sorl_env.commands.command import interrupt_on, run_async
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def kill_self(number: signal.Signals) -> None:
 # Many tasks that wait for each other, as rollouts wait for the sampler, until a signal arrives at a random moment.
 BUSY = """
 import asyncio, random, signal, sys
-from sorl_env.commands.interrupts import interrupt, run_async
+from sorl_env.commands.command import interrupt, run_async
 
 async def relay(wake, then):
     while True:

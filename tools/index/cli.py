@@ -11,8 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sorl_env.commands.check import Check, describe_checks
-from sorl_env.commands.command import Parser, add_json_option, number, print_json, run_command, whole
-from sorl_env.commands.interrupts import interrupt_on
+from sorl_env.commands.command import (
+    Parser,
+    add_json_option,
+    interrupt_on,
+    number,
+    print_json,
+    run_command,
+    whole,
+)
 from sorl_env.errors import UserError
 from sorl_env.text import duration, size
 from sorl_tools.index.build.build import BACKENDS, build
