@@ -25,30 +25,10 @@ import pytest
 from sorl_train.engine import LocalEngine
 from sorl_train.report.report import main as sorl_report
 from sorl_train.run.checkpoint import find_damage, list_checkpoints
-from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
-from sorl_train.run.recorder import Recorder
 
 from .conftest import WORLD, flags, train_short
-from .outcomes import SMALL, UNDERSCORED, Killed, outcome
-
-
-def test_a_run_that_ends_in_its_first_steps_resumes_as_if_it_had_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Before the first checkpoint but that of step 0, and right after the row of a step: each row is there once."""
-    settings: dict[str, Any] = {"update__steps": 2, "checkpoint__every": 2, "rollout__batch_size": 8}
-    whole, _ = train_short(tmp_path / "whole", **settings)
-
-    def killed(*_: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Recorder, "watch", killed)
-        train_short(tmp_path / "killed", **settings)
-    assert [line["step"] for line in read_jsonl(tmp_path / "killed" / "metrics.jsonl")] == [0, 1]
-    resumed, _ = train_short(tmp_path / "killed", resume=True, **settings)
-    assert outcome(resumed) == outcome(whole)
+from .outcomes import SMALL, UNDERSCORED, outcome
 
 
 def test_a_signal_between_two_checkpoints_leaves_no_trace(

@@ -23,7 +23,7 @@ from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import saved_config
 
 from .conftest import short_config, train_short
-from .losses.test_surrogates import documented
+from .losses.test_theory import documented
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 

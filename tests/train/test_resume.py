@@ -198,6 +198,12 @@ DYNAMIC = UNDERSCORED | GROUPS | {"rollout__batch_size": 8, "update__mini_batch_
 # Settings, the step in which the run is killed, and a figure that in some step is above a limit, so that there is
 # something for a resume to repeat.
 RESUMES: dict[str, tuple[dict[str, Any], int, str, float]] = {
+    "only the checkpoint of step 0": (
+        {"update__steps": 2, "checkpoint__every": 2, "rollout__batch_size": 8},
+        2,
+        "loss/grad_norm",
+        0,
+    ),
     "a waiting batch has its states": (GIGPO | STALE, 3, "loss/shared_state_frac", 0.3),
     "a batch of kept groups waits": (DYNAMIC | STALE, 3, "rollout/dynamic_drawn", 8),
     "replay of successes": (REPLAY, 5, "rollout/replay_share", 0),

@@ -12,7 +12,7 @@ from torch import Tensor
 from sorl_train.algorithms import ALGORITHMS, SurrogateName
 from sorl_train.config.find_algorithm import find_algorithm
 from sorl_train.losses.advantages import gae, group_advantages
-from sorl_train.losses.clip_bias import normalization
+from sorl_train.losses.clip_bias import LossStats, normalization
 from sorl_train.losses.policy import SURROGATES, ClipRange, LossOutput
 from sorl_train.losses.terms import aggregate, loss_denominator
 
@@ -63,7 +63,7 @@ EXPECTED = {
     "grpo": TOKEN_GROUP,
     "gspo": SEQUENCE_GROUP,
     "so_grpo": TOKEN_GROUP,
-    # other advantages in the same objective: test_turn_credit; other surrogates: test_surrogates
+    # other advantages in the same objective: test_turn_credit; other surrogates: test_theory
     "rloo": TOKEN_GROUP,
     "mt_grpo": TOKEN_GROUP,
     "gigpo": TOKEN_GROUP,
@@ -228,14 +228,11 @@ def test_neighbouring_rows_with_the_same_turn_id_stay_apart() -> None:
 
 
 def test_turn_ids_that_break_their_contract() -> None:
-    negative = TURNS.clone()
-    negative[1, 2] = -1
-    with pytest.raises(ValueError, match="turn_ids has -1 on a loss token"):
-        policy_loss(log_probs(), OLD, ADVANTAGES, MASK, negative, ratio_level="turn")
-    falling = TURNS.clone()
-    falling[1, 2] = 2
-    with pytest.raises(ValueError, match="turn_ids has 2 on a loss token of trajectory 1"):
-        policy_loss(log_probs(), OLD, ADVANTAGES, MASK, falling, ratio_level="turn")
+    for wrong, message in ((-1, "has -1 on a loss token"), (2, "has 2 on a loss token of trajectory 1")):
+        turns = TURNS.clone()
+        turns[1, 2] = wrong
+        with pytest.raises(ValueError, match=f"turn_ids {message}"):
+            policy_loss(log_probs(), OLD, ADVANTAGES, MASK, turns, ratio_level="turn")
 
 
 def test_clear_errors() -> None:
@@ -299,3 +296,54 @@ def test_dual_clip_by_hand(
     assert found.loss.item() == pytest.approx(-terms / 3)
     torch.testing.assert_close(log_probs.grad, torch.tensor([gradient], dtype=F64))
     assert float(found.stats.clipped) == 1
+
+
+# --- norms of the clipping bias, and what the normalization scales ---
+
+# token ratios 2, 1/2 and 3, 1, 1/2 with these advantages clip c = 2, -1/2 of two tokens, and 3, -2 of three
+BIAS_RATIOS = torch.tensor([[2.0, 0.5, 1.0], [3.0, 1.0, 0.5]], dtype=F64)
+BIAS_ADVANTAGES = torch.tensor([[1.0, -1.0, 9.0], [1.0, 1.0, -4.0]], dtype=F64)
+BIAS_MASK = torch.tensor([[True, True, False], [True, True, True]])
+SCALE = torch.tensor([[0.5, 1.0, 1.0], [0.1, 1.0, 0.2]], dtype=F64)
+NORMS = {
+    "scalar": ((2 - 0.5) / 2 + (3 - 2) / 3) / 2,
+    "token": math.sqrt(4 + 0.25 + 9 + 4),
+    "rms": math.sqrt((4 + 0.25 + 9 + 4) / 5),
+    "logit": math.sqrt((2 * 0.5) ** 2 + 0.5**2 + (3 * 0.1) ** 2 + (2 * 0.2) ** 2),
+}
+
+
+def bias(scale: Tensor | None = SCALE) -> LossStats:
+    tensors = (BIAS_RATIOS.log(), torch.zeros(2, 3, dtype=F64), BIAS_ADVANTAGES, BIAS_MASK)
+    return policy_loss(*tensors, torch.zeros(2, 3).long(), ratio_level="token", logit_scale=scale).stats
+
+
+def test_norms_by_hand() -> None:
+    assert bias().norms() == pytest.approx(NORMS, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("delta", [0.4, 1.0, 100.0])
+def test_scales_of_both_targets(name: str, delta: float) -> None:
+    """Up to the threshold steps are whole; the paper's threshold is 1."""
+    f = delta / max(NORMS[name], delta)
+
+    def scales(target: str) -> tuple[float, float, float, float]:
+        result = normalization(bias(), norm=name, target=target, delta=delta)
+        return result.grad_scale, result.update_scale, result.factor, result.norm
+
+    assert scales("gradient") == pytest.approx((f, 1.0, f, NORMS[name]))
+    assert scales("update") == pytest.approx((1.0, f, f, NORMS[name]))
+
+
+def test_mistakes_in_a_norm_or_a_threshold() -> None:
+    with pytest.raises(ValueError, match=r"unknown clip_bias_norm 'tokens'.*Did you mean 'token'\?"):
+        normalization(bias(), norm="tokens")
+    with pytest.raises(ValueError, match=r"unknown target 'updates'.*Did you mean 'update'\?"):
+        normalization(bias(), target="updates")
+    with pytest.raises(ValueError, match="must be positive, not -1"):
+        normalization(bias(), delta=-1.0)
+    without = bias(scale=None)
+    assert set(without.norms()) == {"scalar", "token", "rms"}
+    with pytest.raises(ValueError, match=r"needs policy_loss\(..., logit_scale=...\)"):
+        without.norm("logit")
