@@ -89,7 +89,6 @@ def _search(thought: str, query: str) -> str:
 
 
 def _missing(example: Example, observations: Sequence[str]) -> list[str]:
-    """Gold titles that are not the title of any passage so far."""
     seen = "\n".join(observations).lower()
     return [title for title in gold_titles(example) if f"({title.lower()}):" not in seen]
 

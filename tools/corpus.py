@@ -152,7 +152,6 @@ class Corpus:
 
 
 def _kind(path: Path) -> str:
-    """The key in ``_READERS`` of a file's reader; ``""`` if it has none."""
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     return suffix if suffix in _READERS else ""
 
@@ -214,7 +213,6 @@ def _read_parquet(path: Path, name: str) -> Iterator[Passage]:
 
 
 def _from_columns(row: Mapping[str, Any]) -> Passage:
-    """The passage of a row, in which an empty cell counts as a column that is not there."""
     filled = {"id": row.get("_id")} | {key: value for key, value in row.items() if value is not None}
     return Passage.from_row(filled)
 

@@ -66,13 +66,11 @@ def _after_the_phrase(plain: str) -> Answer | None:
 
 
 def _last_block(output: str) -> str | None:
-    """The contents of the last ``<answer>`` block that is closed."""
     spans = list(_blocks(output, "answer"))
     return output[spans[-1][0] + len("<answer>") : spans[-1][1] - len("</answer>")] if spans else None
 
 
 def _without_thoughts(output: str) -> str:
-    """The output with each closed ``<think>`` block replaced by a space."""
     kept, at = [], 0
     for start, end in _blocks(output, "think"):
         kept.append(output[at:start])

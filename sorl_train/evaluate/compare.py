@@ -78,7 +78,6 @@ def compare(a: str, b: str, metric: str | None = None) -> list[Comparison]:
 
 
 def _read_side(text: str) -> tuple[str, Groups, str | None]:
-    """The label and the results in a folder, and the mode that follows its name after a colon."""
     folder, colon, mode = text.rpartition(":")
     if not colon or mode not in MODES:
         folder, mode = text, ""

@@ -207,7 +207,6 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _about(job: Job, example: Example, answer: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """What all results have in common: the question, the answer with its scores, and the searches."""
     found = "\n".join(call.reply for call in calls if call.ok)
     golds, options = example.golden_answers, example.options
     sought = [options.get(gold, "") for gold in golds] if options else golds
@@ -329,7 +328,6 @@ def _grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    """One line for each value that differs between two JSON values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
             yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)

@@ -258,7 +258,6 @@ async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> EvalRe
 
 
 def _cut(reply: str, tokenizer: Tokenizer, env: TextEnv) -> str:
-    """What a search found, without tags and cut to ``max_observation_tokens``."""
     text = neutralise(reply)
     ids = encode_text(tokenizer, text)
     limit = env.limits.max_observation_tokens

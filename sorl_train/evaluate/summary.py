@@ -78,7 +78,6 @@ def _interval(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _pass_at_k(groups: Sequence[Sequence[EvalResult]], name: str) -> dict[str, dict[str, float | None]]:
-    """pass@k over the questions that have all their samples; a score of 1 is a pass."""
     samples = max((len(group) for group in groups), default=0)
     if samples < 2:
         return {}

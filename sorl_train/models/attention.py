@@ -204,7 +204,6 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _packed_product(layer: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """What a linear layer computes in ``dtype``, with its matrix packed."""
     weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().to(dtype))
     bias = None if layer.bias is None else layer.bias.detach().to(dtype)
 

@@ -136,7 +136,6 @@ def check_critic(critic: Any, max_tokens: int) -> None:
 
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """Around a check: evaluation mode, and afterwards the random state and the mode that were before."""
     device = next(model.parameters()).device
     was_training = model.training
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -215,7 +214,6 @@ def _compare(
 
 @torch.no_grad()
 def _trainer_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
-    """The largest difference of the trainer's log-probabilities on some tokens of a padded batch."""
     token_ids, mask = _scored(rows)
     found = action_stats(model, token_ids, mask).log_probs
     gaps = []
@@ -240,7 +238,6 @@ def _states_gap(backbone: Any, rows: list[Tensor], own: list[Tensor]) -> float:
 
 
 def _sampler_gap(model: Any, rows: list[Tensor], own: list[Tensor]) -> float:
-    """The largest difference of the sampler's log-probabilities (V) after each part of two turns."""
     cache, decoder = RowCache(model, len(rows), torch.float32, COLUMNS), decoding_model(model, torch.float32)
     gaps = []
     for parts in zip(*(_parts(len(row)) for row in rows), strict=True):

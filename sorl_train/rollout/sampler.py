@@ -149,7 +149,6 @@ class TransformersSampler:
         return row or self._slots.admit(session)
 
     def _drop(self, row: ActiveRollout) -> None:
-        """Remove a row, also from those that wait to be prefilled."""
         self._slots.drop(row)
         if row in self._waiting:
             self._waiting.remove(row)
@@ -160,7 +159,6 @@ class TransformersSampler:
         return sum(row.settle(error) for row in self._slots.clear())
 
     async def _drive(self) -> None:
-        """Prefill and decode until no trajectory wants tokens; an error is passed to every waiting caller."""
         this = asyncio.current_task()
         try:
             while True:
@@ -255,7 +253,6 @@ class TransformersSampler:
             return feed(self._decoder, self._cache, slots, [row.pending for row in rows])
 
     def _accept(self, rows: Sequence[ActiveRollout], logits: Tensor) -> None:
-        """Sample the next token of each of ``rows``, and reply where it ends a turn."""
         finished = []
         for row, token, log_prob in zip(rows, *draw(logits, rows), strict=True):
             row.drawn.append(token)

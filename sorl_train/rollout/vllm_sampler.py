@@ -120,7 +120,6 @@ class VllmSampler:
             self._abort(request)
 
     def _abort(self, request: str) -> None:
-        """Abort a request that is still running, and cancel its waiting caller."""
         reply = self._replies.pop(request, None)
         if reply is None:
             return
@@ -129,7 +128,6 @@ class VllmSampler:
             reply.cancel()
 
     async def _drive(self) -> None:
-        """Step the engine until no request is left; an error is passed to every waiting caller."""
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():

@@ -134,7 +134,6 @@ def parse_request(body: bytes, model: str) -> ChatRequest:
 
 
 def _refusal(first: Mapping[str, Any]) -> ChatError:
-    """What the client reads about the first field that is wrong."""
     name = str(first["loc"][0])
     if name not in ChatRequest.model_fields:
         known = (*ChatRequest.model_fields, *IGNORED)

@@ -59,7 +59,6 @@ def start_folder(config: TrainConfig) -> str:
 
 
 def _build(config: TrainConfig, display: Display, folder: Path) -> None:
-    """Write a policy with random weights; before reinforcement learning, train it on the expert's demonstrations."""
     from sorl_env.envs.prompts import check_prompts
     from sorl_train.models.policy import load_policy, load_tokenizer
     from sorl_train.models.tiny import build_tiny_policy

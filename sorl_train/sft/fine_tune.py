@@ -121,7 +121,6 @@ def file_demos(
 
 
 def _dialogue(row: Mapping[str, Any], where: str) -> tuple[str, Sequence[tuple[bool, str]]]:
-    """The prompt, and each later text with whether the policy writes it."""
     if "messages" in row:
         messages = row["messages"]
         roles = [message.get("role") for message in messages]

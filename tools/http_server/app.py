@@ -197,7 +197,6 @@ class Guard:
 
 
 def _with_body(body: bytes, receive: Receive) -> Receive:
-    """``receive``, which first gives a body that has been read."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Message:
@@ -222,7 +221,6 @@ def _token_of(authorization: bytes) -> bytes:
 
 @lru_cache(64)
 def _names_this_machine(host: str, own: str) -> bool:
-    """Whether a Host header names this machine, which listens on ``own``."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:

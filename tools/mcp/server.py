@@ -118,7 +118,6 @@ def limited_client() -> httpx2.AsyncClient:
 
 
 def _checked_address(address: str) -> str:
-    """The address without a user name and password. Raises UserError if it is none."""
     import httpx
 
     try:
@@ -255,7 +254,6 @@ class McpServer:
             connection.close(wait=True)
 
     def _use(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
-        """The result of ``work``. Whatever goes wrong, except an answer with an error, ends the connection."""
         from mcp import MCPError
         from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
 

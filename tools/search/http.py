@@ -82,7 +82,6 @@ class ReplyCache:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """The file for one thread at a time, in a transaction."""
         try:
             with self._lock, self._file as file:
                 yield file
@@ -213,7 +212,6 @@ class HttpSearch:
             self.cache.close()
 
     def _in_turn(self) -> Sequence[str]:
-        """Every address once; the next call begins with the next one."""
         first = next(self._turns) % len(self.urls)
         return self.urls[first:] + self.urls[:first]
 
@@ -226,7 +224,6 @@ class HttpSearch:
         return None if passages is None else format_passages(passages)._replace(cached=True)
 
     def _read(self, query: str, response: httpx.Response, body: _Body) -> ToolReply:
-        """The reply in a server's response, which is kept under the index that gave it."""
         passages = _read_passages(response, bytes(body.content))
         told = response.headers.get(FINGERPRINT_HEADER)
         if told and told != self._fingerprint:
@@ -324,7 +321,6 @@ def _noting(url: str, outages: list[ToolUnavailableError]) -> Iterator[None]:
 
 
 def _read_passages(response: httpx.Response, content: bytes) -> list[Passage]:
-    """The passages that a server found for one query; raises as a call does."""
     status, url = response.status_code, response.request.url
     quoted = repr(content[:200].decode("utf-8", "replace"))
     if status >= 500 or status in (408, 429):

@@ -83,7 +83,6 @@ class McpRoute:
         return _text(format_passages([hit.passage for hit in hits]).text)
 
     def _read(self, params: mcp_types.CallToolRequestParams) -> tuple[str, int]:
-        """The query and the number of passages. Raises RequestError if they are wrong or too large."""
         if params.name != "search":
             raise RequestError(422, f"no tool {params.name[:60]!r} here: the only one is search")
         given = params.arguments or {}

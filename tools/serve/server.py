@@ -240,7 +240,6 @@ def serve_with_workers(
 
 
 def _end(workers: list[BaseProcess], timeout_s: float) -> None:
-    """Ask all workers to stop, wait while they answer the requests in progress, then kill those that are left."""
     for worker in workers:
         worker.terminate()
     deadline = time.monotonic() + timeout_s

@@ -217,8 +217,4 @@ def test_a_web_page_plays_no_episodes(server: Process) -> None:
     with pytest.raises(InvalidStatus, match="403"):
         connect(f"ws://evil.example:{port}/ws", sock=socket.create_connection(("127.0.0.1", port)))
     for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
-        assert httpx.get(f"{server.url}/list_environments", headers=headers).status_code == 403
-        reply = httpx.post(
-            f"{server.url}/reset", content=b"{}", headers=headers | {"Content-Type": "text/plain"}
-        )
-        assert reply.status_code == 403
+        assert httpx.post(f"{server.url}/reset", content=b"{}", headers=headers).status_code == 403

@@ -63,11 +63,6 @@ def test_a_rare_score_is_covered_although_the_sample_may_lack_it() -> None:
     assert hits / 200 >= 0.93
 
 
-def test_intervals_repeat() -> None:
-    assert mean_interval([0.0, 0.5, 1.0]) == mean_interval([0.0, 0.5, 1.0])
-    assert paired([0.0, 0.5, 1.0], [0.5, 0.5, 0.5]) == paired([0.0, 0.5, 1.0], [0.5, 0.5, 0.5])
-
-
 def test_many_questions_are_resampled_in_parts() -> None:
     whole = bootstrap([0.0, 1.0] * 3000, draws=2000)  # 12 million indices
     assert whole.shape == (2000,) and whole.std() == pytest.approx(math.sqrt(0.25 / 6000), rel=0.1)

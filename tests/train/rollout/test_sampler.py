@@ -144,16 +144,6 @@ def test_greedy_turns_equal_plain_generation(tiny_folder: str, minihop_env: Tool
             assert expected[0, turn.start :].tolist() == trajectory.token_ids[turn.start : turn.end].tolist()
 
 
-def test_draws_do_not_depend_on_the_batch(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
-    model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)
-    few, _ = roll(minihop_env, model, tokenizer, 9, max_rows=2)
-    many, _ = roll(minihop_env, model, tokenizer, 9, max_rows=64)
-    again, _ = roll(minihop_env, model, tokenizer, 9, max_rows=64)
-    assert [t.token_ids.tolist() for t in few] == [t.token_ids.tolist() for t in many]
-    for one, other in zip(many, again, strict=True):
-        np.testing.assert_array_equal(one.rollout_log_probs, other.rollout_log_probs)  # bit for bit
-
-
 def test_a_group_reads_its_prompt_once(tiny_folder: str, minihop_env: ToolUseEnv) -> None:
     """That it samples as each would alone is in test_sampler_arrivals.py."""
     model, tokenizer = load_policy(tiny_folder), load_tokenizer(tiny_folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import signal
 import socket
@@ -63,10 +64,7 @@ def run(cold_started_run: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[Server]:
-    limits = ("--stall_timeout_s", "2")
-    with Server(
-        "--model", str(run), "--hardware.threads", "1", "--sampler.max_concurrency", "4", *limits
-    ) as started:
+    with Server("--model", str(run), "--hardware.threads", "1", "--sampler.max_concurrency", "4") as started:
         yield started
 
 
@@ -78,12 +76,17 @@ def test_questions_in_flight_together_are_answered_as_sorl_ask_answers_them(
     source = find_source(args, args.model)
     assert source is not None
     (env,) = make_envs(args, [], source.config).values()
-    policy, examples = make_policy(args, source, [env]), env.examples.examples[:8]
-    with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda e: server.client.post(CHAT, json=asking(e.question)), examples))
+    policy, examples = make_policy(args, source, [env]), env.examples.examples[:12]
+    sampling = dataclasses.replace(policy, settings=dataclasses.replace(policy.settings, temperature=1.0))
+    bodies = [
+        asking(example.question, temperature=float(number % 2), seed=number)
+        for number, example in enumerate(examples)
+    ]
+    with ThreadPoolExecutor(12) as pool:
+        replies = list(pool.map(lambda body: server.client.post(CHAT, json=body), bodies))
     kinds = set()
-    for example, reply in zip(examples, replies, strict=True):
-        expected, content = ask(policy, env, example), reply.json()
+    for number, (example, reply) in enumerate(zip(examples, replies, strict=True)):
+        expected, content = ask((policy, sampling)[number % 2], env, example, number), reply.json()
         assert reply.status_code == 200 and content["object"] == "chat.completion"
         (choice,) = content["choices"]
         assert [turn["text"] for turn in content["sorl"]["turns"]] == [turn.text for turn in expected.turns]
@@ -378,15 +381,13 @@ def test_who_leaves_gives_the_place_free_and_who_comes_too_late_is_told(
 
 def test_a_bug_of_a_task_is_told_and_ends_no_other_dialogue(minihop: ToolUseEnv, tokenizer: Any) -> None:
     """A task's prompt that needs more of an example than a question has."""
-    from dataclasses import replace
-
     _, agent = scripted(minihop, tokenizer, TURNS)
     whole = agent._env.task
 
     def prompt(example: Example) -> str:
         return str(example.metadata["gone"]) if "bug" in example.question else whole.prompt(example)
 
-    agent._env.task = replace(whole, prompt=prompt)
+    agent._env.task = dataclasses.replace(whole, prompt=prompt)
     with agent.running():
         assert post(agent, asking("a bug?")).status_code == 500
         assert post(agent, asking("who?")).status_code == 200
@@ -437,12 +438,6 @@ def test_a_web_page_runs_no_tools(server: Server) -> None:
         reply = server.client.post(CHAT, content=body, headers=headers)
         assert reply.status_code == status and reply.json()["error"]["type"] == "invalid_request_error"
     assert server.client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
-    address = (server.client.base_url.host, server.client.base_url.port)
-    with socket.create_connection(address, timeout=20) as client:
-        client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
-        )
-        assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
 def test_dropped_streams_leave_nothing_in_the_log(run: Path) -> None:

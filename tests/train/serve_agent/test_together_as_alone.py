@@ -1,4 +1,4 @@
-"""Dialogues in flight together are those held one at a time: rollouts, ``sorl-eval`` and ``sorl-serve-agent``.
+"""Dialogues in flight together are those held one at a time, in rollouts and in ``sorl-eval``.
 
 A cold-started policy searches with a tool whose replies take a random time, so that dialogues come, wait and go in any
 order. Nothing of that may show in an answer, a token or a transcript.
@@ -10,12 +10,9 @@ import argparse
 import asyncio
 import json
 import random
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -26,11 +23,8 @@ from sorl_train.evaluate.arguments import find_source, make_envs, make_policy
 from sorl_train.evaluate.ask import _parser as ask_parser
 from sorl_train.evaluate.cli import main
 from sorl_train.evaluate.runner import Policy
-from sorl_train.serve_agent.agent import Agent
-from sorl_train.serve_agent.app import agent_app
 
 from ..evaluate.conftest import WORLD
-from .test_serve_agent import CHAT, asking
 
 TASK = f"""
 import asyncio
@@ -164,67 +158,3 @@ def test_an_evaluation(cold_started_run: Path, task: Path, tmp_path: Path) -> No
     rows = evaluate(cold_started_run, task, tmp_path / "alone", 1, *options)
     assert len({json.loads(row)["stop_reason"] for row in rows.splitlines()}) > 1
     assert evaluate(cold_started_run, task, tmp_path / "together", 5, *options) == rows
-
-
-# --- sorl-serve-agent -----------------------------------------------------------------------------------------
-def requests_of(env: ToolUseEnv, count: int) -> list[dict[str, Any]]:
-    """Greedy and drawn, whole and streamed, some of them cut short."""
-    rng, examples = random.Random(1), env.examples.examples
-    bodies = []
-    for i in range(count):
-        body = asking(examples[i % len(examples)].question, seed=rng.randrange(1 << 31))
-        body["temperature"] = rng.choice([0.0, 0.0, 1.0])
-        if rng.random() < 0.3:
-            body["max_tokens"] = rng.randrange(1, 200)
-        if rng.random() < 0.4:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        bodies.append(body)
-    return bodies
-
-
-def said(body: dict[str, Any], reply: httpx.Response) -> dict[str, Any]:
-    """What a reply says, streamed or not: the answer, how it ended, its tokens, and the whole dialogue."""
-    assert reply.status_code == 200, reply.text
-    if "stream" not in body:
-        content = reply.json()
-        (choice,) = content["choices"]
-        answer, finish = choice["message"]["content"], choice["finish_reason"]
-        return {"answer": answer, "finish": finish, "usage": content["usage"], "sorl": content["sorl"]}
-    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
-    *parts, last, usage = chunks
-    told = [part["choices"][0]["delta"].get("content") for part in parts[1:]]
-    events = [part["sorl"] for part in parts[1:] if "sorl" in part]
-    texts = [event["turn"]["text"] for event in events if "turn" in event]
-    assert texts == [turn["text"] for turn in last["sorl"]["turns"]]
-    answer = next((text for text in told if text is not None), None)
-    finish = last["choices"][0]["finish_reason"]
-    return {"answer": answer, "finish": finish, "usage": usage["usage"], "sorl": last["sorl"]}
-
-
-def assert_same_replies(alone: Sequence[dict[str, Any]], together: Sequence[dict[str, Any]]) -> None:
-    assert len(Counter(one["sorl"]["stop_reason"] for one in alone)) > 1
-    assert sum(len(turn["tool_calls"]) for one in alone for turn in one["sorl"]["turns"]) >= len(alone) // 2
-    different = [pair for pair in zip(alone, together, strict=True) if pair[0] != pair[1]]
-    assert not different, f"{len(different)} of {len(alone)} dialogues differ, the first: {different[0]}"
-
-
-def test_a_service_in_process(cold_started_run: Path, task: Path) -> None:
-    _, env = policy_of(cold_started_run, task, 1)
-    bodies = requests_of(env, 12)
-
-    async def ask(app: Any, body: dict[str, Any]) -> dict[str, Any]:
-        await asyncio.sleep(random.Random(body["seed"]).random())
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost"
-        ) as client:
-            return said(body, await client.post(CHAT, json=body, timeout=60))
-
-    async def ask_all(app: Any) -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(ask(app, body) for body in bodies)))
-
-    replies = []
-    for places in (1, 5):
-        agent = Agent(*policy_of(cold_started_run, task, places))
-        with agent.running():
-            replies.append(asyncio.run(ask_all(agent_app(agent, "agent"))))
-    assert_same_replies(*replies)

@@ -132,7 +132,6 @@ def _building(out: Path, request: str, restart: bool) -> Iterator[Path]:
 
 
 def _check_out(out: Path, restart: bool) -> None:
-    """Raise UserError if ``out`` holds a finished index that is not to be replaced, or what is no index."""
     if not out.exists() or (out / REQUEST).is_file():
         return
     if not out.is_dir():
@@ -170,7 +169,6 @@ def _build(
     encoder: Encoder | None,
     progress: Progress,
 ) -> Manifest:
-    """Write all parts into ``folder``, the manifest last."""
     began = time.monotonic()
     postings = PostingsBuilder() if BM25 in options else None
     passages = _copy_passages(corpus, folder, postings, progress)
@@ -211,7 +209,6 @@ def _build(
 def _copy_passages(
     corpus: Corpus, folder: Path, postings: PostingsBuilder | None, progress: Progress
 ) -> PassageFile:
-    """Copy the passages; for BM25, count their words at the same time."""
     ends = array("q", [0])  # where each line ends
     rows = corpus.passages()
     progress.start("passages", 0)
