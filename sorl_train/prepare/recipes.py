@@ -93,11 +93,7 @@ _RECIPES = (
         splits={"train": "train"},
         note="It has a train split only; the paper evaluates on the five medical benchmarks.",
     ),
-    Recipe(
-        "medqa",
-        "mit",
-        hub="hf:GBaker/MedQA-USMLE-4-options",
-    ),
+    Recipe("medqa", "mit", hub="hf:GBaker/MedQA-USMLE-4-options"),
     Recipe(
         "medmcqa",
         "apache-2.0",

@@ -258,10 +258,7 @@ def _indexes(folder: Path) -> None:
         "index_cut": lambda at: _cut(at / "passages.jsonl"),
         "index_flipped": lambda at: _flip(at / "bm25", 40),
         "index_unfinished": lambda at: ((at / manifest).unlink(), (at / "request.json").touch()),
-        "index_journal": lambda at: (
-            (at / manifest).unlink(),
-            (at / "request.json").write_text(DEEP + "\n"),
-        ),
+        "index_journal": lambda at: ((at / manifest).unlink(), (at / "request.json").write_text(DEEP + "\n")),
     }.items():
         _copy(folder / "index", name, change)
 

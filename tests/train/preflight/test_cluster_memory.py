@@ -13,13 +13,7 @@ pytest.importorskip("transformers")
 
 from sorl_env.task import Limits
 from sorl_train.config.run_settings import HardwareConfig
-from sorl_train.config.settings import (
-    ClusterConfig,
-    LossConfig,
-    RolloutConfig,
-    TrainConfig,
-    UpdateConfig,
-)
+from sorl_train.config.settings import ClusterConfig, LossConfig, RolloutConfig, TrainConfig, UpdateConfig
 from sorl_train.models.policy import ModelShape
 from sorl_train.preflight.memory import H100, PROCESS, VLLM_WORK, Memory, estimate_cluster_memory
 
