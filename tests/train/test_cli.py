@@ -175,9 +175,8 @@ def test_resume_brings_its_own_settings(trainer: list[Any], capsys: pytest.Captu
     assert "update.steps: 80 -> 77" in capsys.readouterr().out
     assert main(["--resume", "--run_dir", "r", "--seed", "1", "--update.steps", "78"]) == 2
     assert "seed: 0 in the run, 1 now" in capsys.readouterr().err
-    assert (
-        main(["--resume", "--run_dir", "r", "--config", "quickstart"]) == 2
-    )  # another config than the run's
+    # another config than the run's
+    assert main(["--resume", "--run_dir", "r", "--config", "quickstart"]) == 2
     assert "optim.lr: 0.25 in the run" in capsys.readouterr().err
 
 

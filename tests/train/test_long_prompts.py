@@ -166,9 +166,8 @@ def test_it_is_saved_and_goes_on_exactly(tmp_path: Path) -> None:
             train_short(path, **settings)
         recorded = max(0, step - 3)
         checkpoint = path / "checkpoints" / f"step_{recorded:06d}"
-        assert (
-            len(list(checkpoint.glob("stale_*.jsonl"))) == step - 1 - recorded
-        )  # those that waited are kept
+        # those that waited are kept
+        assert len(list(checkpoint.glob("stale_*.jsonl"))) == step - 1 - recorded
         resumed, _ = train_short(path, resume=True, **settings)
         found = outcome(resumed)
         if recorded == 0:  # its checkpoint has the batches that waited; that of the start had none
@@ -216,9 +215,8 @@ def test_a_resume_may_raise_limits_and_not_lower_them(
     from sorl_train.train_rl import run
 
     run(config, resumed, display, True)
-    assert not [
-        line for line in display.messages if "cold start" in line
-    ]  # the run's own one, with its limits
+    # the run's own one, with its limits
+    assert not [line for line in display.messages if "cold start" in line]
     assert [line["step"] for line in read_jsonl(resumed.metrics)] == [0, 1, 2]
     assert sorted((Path(run_dir.path).parent).iterdir()) == reference
     # from now on it is the higher one that may not fall

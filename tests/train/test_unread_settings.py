@@ -101,9 +101,8 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
     mask = batch.action_mask
     old = (-4.2 + torch.randn(mask.shape)) * mask
     noise, values = 0.2 * torch.randn(mask.shape) * mask, torch.randn(mask.shape) * mask
-    rewards = (
-        batch.token_rewards * torch.linspace(1.0, 2.0, len(batch))[:, None]
-    )  # of turns, too, none are equal
+    # of turns, too, none are equal
+    rewards = batch.token_rewards * torch.linspace(1.0, 2.0, len(batch))[:, None]
     batch = batch.with_fields(
         token_rewards=rewards,
         old_log_probs=old,

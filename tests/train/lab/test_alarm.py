@@ -35,10 +35,8 @@ def test_half_the_peak_is_lost_when_success_stays_below_it() -> None:
     back = judge(run((0.8, 0.3, 0.5, 0.6)), AlarmConfig())
     assert (lost.lost, lost.alarm and lost.alarm.step, lost.lead) == (3, 1, 2)
     assert (back.lost, back.alarm, back.lead) == (None, None, None)
-    assert (lost.strain, back.strain) == (
-        None,
-        pytest.approx(0.01),
-    )  # five steps ahead of step 3 there is none
+    # five steps ahead of step 3 there is none
+    assert (lost.strain, back.strain) == (None, pytest.approx(0.01))
     assert count([lost, back]) == Figures(collapsed=1, ahead=0, healthy=1, alarmed=0)
 
 

@@ -47,9 +47,8 @@ class Held(TorchDispatchMode):
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is torch.ops.aten.index_put.default
-        ):  # of indexing's backward pass: in place when nobody watches
+        # of indexing's backward pass: in place when nobody watches
+        if func is torch.ops.aten.index_put.default:
             func = torch.ops.aten.index_put_.default
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

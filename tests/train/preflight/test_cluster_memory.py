@@ -60,9 +60,8 @@ def test_zero_3_with_offloading_by_hand() -> None:
     of_actions = 4 * 60 * 50
     chunks = 4 * 60 * 50 * 4 * 4
     block = 2 * 4 * 100 * (12 * 10 + 4 * 20)
-    assert (
-        4 * of_actions + chunks > block + 2 * 8000 + 2 * 100 > logits
-    )  # so small a vocabulary fits into one chunk of float32
+    # so small a vocabulary fits into one chunk of float32
+    assert 4 * of_actions + chunks > block + 2 * 8000 + 2 * 100 > logits
     assert memory.phases["policy update"] == 2 * 8000 + stored + 4 * of_actions + chunks
     assert memory.phases["critic update"] == 2 * critic + stored + block + 2 * 100
     assert memory.phases["scoring, reference"] == 2 * 8000 + 2 * 2 * 100 * 10 + 6 * 2 * 100 * 50

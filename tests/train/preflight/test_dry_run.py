@@ -138,7 +138,6 @@ def test_activations_are_bounded_by_the_estimate_and_not_far_from_it(checkpointi
     )
     phases = estimate_memory(settings, shape, LIMITS, compute_bytes=4).phases
     estimate = phases["updating"] - phases["sampling"]  # the cache that is kept
-    again = (
-        4 * 2 * 100 * (12 * 64 + 4 * 256) if checkpointing else 0
-    )  # one block computed again, in the backward pass
+    # one block computed again, in the backward pass
+    again = 4 * 2 * 100 * (12 * 64 + 4 * 256) if checkpointing else 0
     assert 0.6 * (estimate - again) < measured <= estimate

@@ -241,9 +241,8 @@ def test_events(make_run: MakeRun, tmp_path: Path) -> None:
 
 def test_an_event_leads_to_the_dialogues_nearest_before_it(make_run: MakeRun, tmp_path: Path) -> None:
     """Also to held-out ones: sampled ones are saved more seldom."""
-    run = make_run(
-        tmp_path / "run", algo="ppo", steps=20, batch=3
-    )  # an alarm in step 12; steps 1, 10 and 20 saved
+    # an alarm in step 12; steps 1, 10 and 20 saved
+    run = make_run(tmp_path / "run", algo="ppo", steps=20, batch=3)
     page = tmp_path / "report.html"
     assert main([str(run), "--out", str(page)]) == 0
     assert 'viewer.html#step=10">dialogues of step 10<' in page.read_text()

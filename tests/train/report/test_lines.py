@@ -40,12 +40,8 @@ def test_a_run_that_ended_early_does_not_lift_the_median(
         return browser.run(f"sorl.lines.values(sorl.lines.all()[0], {found}, '{metric}')")
 
     assert line("success", "eval/success") == {
-        "middle": [
-            0.6,
-            0.7,
-            0.8,
-            pytest.approx(0.55),
-        ],  # step 3: .1 held, and 1; what is going on is not made up
+        # step 3: .1 held, and 1; what is going on is not made up
+        "middle": [0.6, 0.7, 0.8, pytest.approx(0.55)],
         "low": [0.6, 0.1, 0.1, 0.1],
         "high": [0.6, 0.8, 0.9, 1.0],
         "off": [False] * 4,

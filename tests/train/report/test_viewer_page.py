@@ -144,12 +144,8 @@ def test_tokens_are_shaded_and_clipped_ones_marked(browser: Any, page: Path) -> 
         " Number(t.dataset.token), t.classList.contains('clip-low'), t.classList.contains('clip-high')])"
     )
     marked = {(turn, token) for turn, token, low, high in classes if low or high}
-    assert marked == {
-        (0, 4),
-        (0, 13),
-        (1, 8),
-        (2, 3),
-    }  # every ninth of 14, 14 and 11 tokens, from the fifth on
+    # every ninth of 14, 14 and 11 tokens, from the fifth on
+    assert marked == {(0, 4), (0, 13), (1, 8), (2, 3)}
     assert not any(low and high for _, _, low, high in classes)
     # green below, red above
     style = "getComputedStyle(document.querySelector('.shading-legend .clip-{}')).boxShadow"
