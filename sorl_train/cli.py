@@ -19,6 +19,7 @@ try:
     from sorl_train.config.files import DEFAULT_CONFIG, load_config, packaged_configs
     from sorl_train.config.find_algorithm import short_name
     from sorl_train.config.options import Arguments, help_text, parse
+    from sorl_train.config.schema import flatten
 except ModuleNotFoundError as error:  # the core alone is installed
     raise SystemExit(f"sorl-train needs the package {error.name!r}: pip install 'sorl[train]'") from error
 
@@ -43,7 +44,7 @@ def _run(argv: Sequence[str]) -> int:
         return _show("\n".join(f"{name:<30}{about}" for name, about in packaged_configs().items()))
     config = _settings(arguments)
     if arguments.help is not None:
-        return _show(help_text(config, arguments.config or DEFAULT_CONFIG, arguments.help))
+        return _show(help_text(flatten(config), arguments.config or DEFAULT_CONFIG, arguments.help))
     if arguments.dry_run:
         from sorl_train.preflight.dry_run import plan_text
 
@@ -53,7 +54,19 @@ def _run(argv: Sequence[str]) -> int:
     from sorl_train.preflight.inputs import check_inputs
 
     check_inputs(config)
-    return _train(config, arguments)
+    from sorl_train.run.files import FolderLock
+    from sorl_train.run.folder import RunDir
+
+    assert config.run_dir is not None
+    folder = Path(config.run_dir)
+    if arguments.resume:
+        if config.stage == "sft":
+            raise UserError(
+                "a supervised run is short and cannot be resumed: start it again with another --run_dir"
+            )
+        RunDir(folder).check_config()
+    with FolderLock(folder, "--run_dir") as lock:  # before anything in the folder changes
+        return _train(config, arguments, lock)
 
 
 def _settings(arguments: Arguments) -> TrainConfig:
@@ -74,26 +87,9 @@ def _settings(arguments: Arguments) -> TrainConfig:
     return dataclasses.replace(config, run_dir=folder)
 
 
-def _train(config: TrainConfig, arguments: Arguments) -> int:
-    """Make or reopen the run folder, train, and return the exit status. Other processes are kept out of the folder
-    before anything in it changes."""
-    from sorl_train.run.files import FolderLock
-    from sorl_train.run.folder import RunDir
-
-    assert config.run_dir is not None
-    folder = Path(config.run_dir)
-    if arguments.resume:
-        if config.stage == "sft":
-            raise UserError(
-                "a supervised run is short and cannot be resumed: start it again with another --run_dir"
-            )
-        RunDir(folder).check_config()
-    with FolderLock(folder, "--run_dir") as lock:
-        return _train_alone(config, arguments, lock)
-
-
-def _train_alone(config: TrainConfig, arguments: Arguments, lock: FolderLock) -> int:
-    from sorl_train.config.files import remarks
+def _train(config: TrainConfig, arguments: Arguments, lock: FolderLock) -> int:
+    """Make or reopen the run folder, train, and return the exit status."""
+    from sorl_train.config.checks import remarks
     from sorl_train.run.display import make_display
     from sorl_train.run.folder import RunDir
 

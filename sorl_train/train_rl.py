@@ -7,6 +7,7 @@ it. Ratios are taken to the log-probabilities that the trainer computed when a t
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from contextlib import closing
 from typing import Any
@@ -72,7 +73,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     point = resume_point(run_dir) if resume else None
     if point:  # before a cold start is trained on them
         record_sources(config, run_dir, load_task(config.task, **config.task_args))
-    model = resolve_model(run_dir.begun_with(config), display)
+    begun = dataclasses.replace(config, limits=run_dir.begun_limits(config.limits))
+    model = resolve_model(begun, display)
     engine = LocalEngine(config, run_dir, display, model)
     run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
     record_sources(config, run_dir, engine.env.task)

@@ -9,19 +9,20 @@ from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS, Algorithm, RatioLevel
 from sorl_train.config.run_settings import CorrectionConfig, ReplayConfig, RolloutConfig
 from sorl_train.config.schema import as_text, flatten, unread
-from sorl_train.config.settings import LossConfig, TrainConfig
+from sorl_train.config.settings import LossConfig, TrainConfig, UpdateConfig
 
 
 def validate(config: TrainConfig, given: Collection[str] = ()) -> None:
     """Raise one ``UserError`` that lists everything that does not fit together in the config, if anything.
 
     ``given`` names settings that the user gave for this run alone, so each has to have an effect. A config that several
-    algorithms share may hold others; ``doubts`` names them.
+    algorithms share may hold others; ``remarks`` names them.
     """
     problems = [*_conflicts(config)]
     if config.stage == "rl":  # supervised training reads none of these
         algo, row = config.algo, config.algorithm
-        problems += [*_batch_problems(config), *_without_effect(algo, row, flatten(config), given)]
+        problems += _batch_problems(algo, row, config.rollout, config.update, config.loss)
+        problems += _without_effect(algo, row, flatten(config), given)
         if {"loss.kl_coef", "loss.kl_type", "loss.kl_in"} & set(given):
             problems += _kl_doubts(config.loss)
         problems += _correction_problems(config.correction, config.sampler.top_p, algo, row.ratio)
@@ -63,26 +64,27 @@ def _conflicts(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _batch_problems(config: TrainConfig) -> Iterator[str]:
-    update, rollout, algorithm = config.update, config.rollout, config.algorithm
+def _batch_problems(
+    algo: str, algorithm: Algorithm, rollout: RolloutConfig, update: UpdateConfig, loss: LossConfig
+) -> Iterator[str]:
     if algorithm.needs_groups and rollout.group_size < 2:
         yield (
-            f"algo {config.algo} compares rollouts of one prompt: rollout.group_size must be at least 2, it is "
+            f"algo {algo} compares rollouts of one prompt: rollout.group_size must be at least 2, it is "
             f"{rollout.group_size}"
         )
-    if rollout.dynamic_sampling and (algorithm.advantage != "group" or config.loss.group_level == "turn"):
+    if rollout.dynamic_sampling and (algorithm.advantage != "group" or loss.group_level == "turn"):
         yield (
             f"rollout.dynamic_sampling {rollout.dynamic_sampling} looks for groups whose total rewards differ, but "
-            f"algo {config.algo} has {algorithm.advantage} advantages, with loss.group_level={config.loss.group_level}"
+            f"algo {algo} has {algorithm.advantage} advantages, with loss.group_level={loss.group_level}"
             ": use an algorithm with group advantages, such as so_grpo, and loss.group_level=trajectory, or 0"
         )
-    for name in ("rollout.group_size", "update.mini_batch_size"):
-        size = flatten(config)[name]
+    sizes = {"rollout.group_size": rollout.group_size, "update.mini_batch_size": update.mini_batch_size}
+    for name, size in sizes.items():
         if rollout.batch_size % size:
             yield f"{name} {size} does not divide rollout.batch_size {rollout.batch_size}"
-    if config.critic_warmup_steps >= update.steps:
+    if algorithm.needs_critic and update.critic_warmup_steps >= update.steps:
         yield (
-            f"update.critic_warmup_steps {config.critic_warmup_steps} leaves the policy none of the update.steps "
+            f"update.critic_warmup_steps {update.critic_warmup_steps} leaves the policy none of the update.steps "
             f"{update.steps}"
         )
 
@@ -129,17 +131,24 @@ def _replay_problems(
         )
 
 
-def doubts(config: TrainConfig) -> list[str]:
-    """What a config that several algorithms share has and this run does not use, or not well: a sentence each."""
+def remarks(config: TrainConfig) -> list[str]:
+    """What the algorithm brings and the config has otherwise, and what the config has and this run does not use, or not
+    well: a sentence each. That may be meant, or come from a config that several algorithms share."""
     if config.stage != "rl":
         return []
     here, default = flatten(config), flatten(TrainConfig())
+    told = [
+        f"{name} is {as_text(here[name])}; {config.algo} comes with {as_text(own)}"
+        for name, own in config.algorithm.defaults.items()
+        if here[name] != own
+    ]
     by_need: dict[str, list[str]] = {}
     for name, need in unread(config.algorithm, here).items():
         if here[name] != default[name]:
             by_need.setdefault(need, []).append(name)
     found = [f"{' and '.join(names)} (for want of {need})" for need, names in by_need.items()]
-    return ([f"no effect on {config.algo}: {', '.join(found)}"] if found else []) + _kl_doubts(config.loss)
+    told += [f"no effect on {config.algo}: {', '.join(found)}"] if found else []
+    return told + _kl_doubts(config.loss)
 
 
 def _kl_doubts(loss: LossConfig) -> list[str]:

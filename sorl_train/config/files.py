@@ -29,9 +29,9 @@ import yaml
 from sorl_env.commands.command import shortened
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, AdvantageKind
-from sorl_train.config.checks import doubts, validate
+from sorl_train.config.checks import validate
 from sorl_train.config.find_algorithm import find_algorithm, installed_algorithms
-from sorl_train.config.schema import as_text, build, fields, flatten
+from sorl_train.config.schema import build, fields, flatten
 from sorl_train.config.settings import TrainConfig
 
 DEFAULT_CONFIG = "quickstart"
@@ -70,20 +70,6 @@ def load_config(
     config = build(merge(merge(settings, common), top), source=str(path))
     validate(config, set(_names(top)))
     return config
-
-
-def remarks(config: TrainConfig) -> list[str]:
-    """What the algorithm brings and the config has otherwise, and what the config has and it does not read.
-
-    That may be meant, or come from the saved ``config.yaml`` of another algorithm's run, which holds every setting.
-    """
-    values = flatten(config)
-    brought = find_algorithm(config.algo).defaults if config.stage == "rl" else {}
-    return [
-        f"{name} is {as_text(values[name])}; {config.algo} comes with {as_text(own)}"
-        for name, own in brought.items()
-        if values[name] != own
-    ] + doubts(config)
 
 
 def read_resolved(

@@ -18,8 +18,7 @@ from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.config.files import DEFAULT_CONFIG, value_from_text
 from sorl_train.config.find_algorithm import installed_algorithms
-from sorl_train.config.schema import ConfigField, as_text, fields, flatten, sections, suggest_key
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.schema import ConfigField, as_text, fields, sections, suggest_key
 
 DESCRIPTION = """\
 Train a tool-using language-model agent with SO-PPO, SO-GRPO or an algorithm that
@@ -69,14 +68,14 @@ def parse(argv: Sequence[str]) -> Arguments:
     return Arguments(overrides={name: value_from_text(name, text) for name, text in texts.items()}, **own)
 
 
-def help_text(config: TrainConfig, config_name: str, section: str = "") -> str:
-    """The help, with the values that ``config`` gives each field: the settings that most runs touch, or those of a
+def help_text(values: Mapping[str, Any], config: str, section: str = "") -> str:
+    """The help, with the ``values`` of a config by dotted name: the settings that most runs touch, or those of a
     section, or ``all``. Raises ``UserError`` for an unknown section."""
     known = (GENERAL, *sections())
     if section not in ("", ALL, *known):
         raise UserError(f"--help {section}: there is no such section. {did_you_mean(section, (ALL, *known))}")
-    parser = _parser(section, flatten(config))
-    parser.epilog = EPILOG.format(config=config_name, sections=textwrap.fill(", ".join(known), 80))
+    parser = _parser(section, values)
+    parser.epilog = EPILOG.format(config=config, sections=textwrap.fill(", ".join(known), 80))
     text = parser.format_help().rstrip()
     return text[text.index(f"\n{section}:\n") + 1 :] if section in known else text
 

@@ -70,10 +70,8 @@ class Figures(NamedTuple):
 
 def read_runs(paths: Sequence[Path]) -> list[Recorded]:
     """Read runs from run folders, from studies' folders, and from files of recorded runs as docs/stability has them.
-
-    Raises:
-        UserError: no such folder or file, a folder without metrics, or a line that is not a recorded run.
-    """
+    Raises ``UserError`` if there is no such folder or file, for a folder without metrics, and for a line that is not a
+    recorded run."""
     runs: list[Recorded] = []
     for path in paths:
         if path.is_file():

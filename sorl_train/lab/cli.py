@@ -132,10 +132,8 @@ def _alarm(arguments: argparse.Namespace) -> int:
 def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
     """Run those that have not finished, ``jobs`` at a time, each in its own process, and return those that failed.
 
-    A run that was interrupted earlier continues from its last checkpoint. Ctrl-C lets every run save and end.
-
-    Raises:
-        UserError: another process is running the study in this folder.
+    A run that was interrupted earlier continues from its last checkpoint. Ctrl-C lets every run save and end. Raises
+    ``UserError`` if another process is running the study in this folder.
     """
     waiting, failed = [run for run in runs if not _finished(run, folder)], []
     _progress(f"{len(runs)} runs, {len(runs) - len(waiting)} done, {jobs} at a time")

@@ -28,11 +28,7 @@ CLOSE = 0.05  # two rates are the same if they differ by at most this share, as 
 
 
 def rates_of(study: Study) -> dict[float, float]:
-    """The rates that are tried, each with its tenfold.
-
-    Raises:
-        UserError: the study has another axis, or no rate and its tenfold.
-    """
+    """The rates that are tried, each with its tenfold. Raises ``UserError`` if there are none, or for another axis."""
     axes = {name for run in study.runs for name, _ in run.point}
     if axes != {RATE}:
         found = ", ".join(sorted(axes)) or "none"

@@ -84,12 +84,8 @@ def packaged_studies() -> list[str]:
 
 
 def load_study(name_or_path: str) -> Study:
-    """Read a study and check the settings of every run.
-
-    Raises:
-        UserError: no such file, an unknown key or a wrong value, settings that do not fit together, or the same run
-            twice; the message names the cell.
-    """
+    """Read a study and check the settings of every run. Raises ``UserError`` if there is no such file, for an unknown
+    key or a wrong value, for settings that do not fit together, and for a run given twice; it names the cell."""
     packaged = config_folder() / STUDIES / f"{name_or_path}.yaml"
     path = packaged if packaged.is_file() else Path(name_or_path)
     if not path.is_file():

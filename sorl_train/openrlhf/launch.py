@@ -6,6 +6,7 @@ needs no GPU: it reads the metrics and events that the run writes.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -82,7 +83,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     record_sources(config, run_dir, env.task)
     if outside := algorithm_facts(config.algo):
         run_dir.record("algorithm", outside)
-    model = resolve_model(run_dir.begun_with(config), display)
+    begun = dataclasses.replace(config, limits=run_dir.begun_limits(config.limits))
+    model = resolve_model(begun, display)
     check_model(config, model_shape(model))
     template, tell = config.chat_template, display.message
     check_prompts([env, eval_env], load_tokenizer(model), use_chat_template=template, tell=tell)

@@ -13,9 +13,9 @@ from sorl_env.envs.text_env import TextEnv
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
-from sorl_train.config.files import remarks
+from sorl_train.config.checks import remarks
 from sorl_train.config.schema import as_text, flatten
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import RolloutConfig, SamplerConfig, TrainConfig, UpdateConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import ModelShape, load_tokenizer, model_shape
 from sorl_train.openrlhf.checks import check_model, critic_start
@@ -45,7 +45,7 @@ def plan_text(config: TrainConfig) -> str:
         tools = _tools(env)
     parts: list[tuple[str, list[str]]] = [
         ("Dry run: nothing is trained, no run folder is made.", []),
-        ("Settings (* differs from the default)", _settings(config)),
+        ("Settings (* differs from the default)", _settings(flatten(config)) + remarks(config)),
         ("Checks", [line for finding in findings for line in finding.as_text().splitlines()]),
         ("Data", [*(_source(name, env) for name, env in zip(("train", "eval"), envs, strict=True)), *prompt]),
         ("Tools", tools),
@@ -71,18 +71,24 @@ def plan_text(config: TrainConfig) -> str:
             ("Memory of the host, per node", [row("together", memory.host)]),
         ]
     else:
-        parts.append(("Memory, upper bound", _memory(config, shape, env)))
-    parts.append(("Steps", _steps(config)))
+        device = pick_device(config.hardware.device)
+        dtype = compute_dtype(config.hardware.dtype, device)
+        need = estimate_memory(config, shape, env.limits, dtype.itemsize)
+        head = f"on {device.type}, computing in {str(dtype).removeprefix('torch.')}"
+        parts.append(("Memory, upper bound", [head, *_memory(need, config.sampler)]))
+    sft = f"{config.sft.steps} supervised steps of {config.sft.batch_size} demonstrations"
+    steps = [sft] if config.stage == "sft" else _steps(config.rollout, config.update, config.run_dir)
+    parts.append(("Steps", steps))
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts)
 
 
-def _settings(config: TrainConfig) -> list[str]:
-    lines = []
-    for (name, value), default in zip(flatten(config).items(), flatten(TrainConfig()).values(), strict=True):
-        same = value == default
-        note = "" if same else f"  (default {as_text(default)})"
-        lines.append(f"{' ' if same else '*'} {name}: {as_text(value)}{note}")
-    return lines + remarks(config)
+def _settings(values: Mapping[str, Any]) -> list[str]:
+    return [
+        f"  {name}: {as_text(values[name])}"
+        if values[name] == default
+        else f"* {name}: {as_text(values[name])}  (default {as_text(default)})"
+        for name, default in flatten(TrainConfig()).items()
+    ]
 
 
 def _source(name: str, env: TextEnv) -> str:
@@ -118,32 +124,26 @@ def _model(shape: ModelShape, origin: str) -> list[str]:
     ]
 
 
-def _memory(config: TrainConfig, shape: ModelShape, env: TextEnv) -> list[str]:
-    device = pick_device(config.hardware.device)
-    dtype = compute_dtype(config.hardware.dtype, device)
-    need = estimate_memory(config, shape, env.limits, dtype.itemsize)
-    lines = [f"on {device.type}, computing in {str(dtype).removeprefix('torch.')}", *need.lines()]
+def _memory(need: Memory, sampler: SamplerConfig) -> list[str]:
+    lines = need.lines()
     if need.host["trust region"]:
         lines.append(row("in host memory", need.host))
-    if config.sampler.backend == "vllm":
-        lines.append(f"in addition {config.sampler.gpu_memory:.0%} of the GPU for vLLM (sampler.gpu_memory)")
+    if sampler.backend == "vllm":
+        lines.append(f"in addition {sampler.gpu_memory:.0%} of the GPU for vLLM (sampler.gpu_memory)")
     return lines
 
 
-def _steps(config: TrainConfig) -> list[str]:
-    if config.stage == "sft":
-        return [f"{config.sft.steps} supervised steps of {config.sft.batch_size} demonstrations"]
-    update, rollout = config.update, config.rollout
+def _steps(rollout: RolloutConfig, update: UpdateConfig, run_dir: str | None) -> list[str]:
     mini = rollout.batch_size // update.mini_batch_size
     prompts = rollout.batch_size // rollout.group_size
     each = mini * update.epochs
-    exists = " (exists already)" if config.run_dir and Path(config.run_dir).exists() else ""
+    exists = " (exists already)" if run_dir and Path(run_dir).exists() else ""
     return [
         f"a step collects {rollout.batch_size} trajectories: {prompts} prompts, {rollout.group_size} rollouts of each",
         f"and takes {each} optimizer steps: {update.epochs} epochs of {mini} mini-batches of {update.mini_batch_size}",
         f"{update.steps} steps: {update.steps * each:,} optimizer steps, "
         f"{update.steps * rollout.batch_size:,} trajectories",
-        f"run folder: {config.run_dir}{exists}",
+        f"run folder: {run_dir}{exists}",
     ]
 
 

@@ -110,11 +110,8 @@ def prepare(
 
     ``drop="exact"`` leaves out the train questions that are in test as well, or in the test files ``against``.
     ``skip_unreadable`` leaves out and counts rows that the task cannot read, instead of refusing the data. ``test_ids``
-    are those of the test questions, where the published split mixes them with others.
-
-    Raises:
-        UserError: a source cannot be read, a row is not of this data set, no row is left, or ``out`` contains files
-            that sorl-data did not write.
+    are those of the test questions, where the published split mixes them with others. Raises ``UserError`` if a source
+    cannot be read, a row is not of this data set, no row is left, or ``out`` has files that sorl-data did not write.
     """
     _check_out(out)
     examples: dict[str, list[Example]] = {}
@@ -171,11 +168,8 @@ def _find_overlap(
 
 def choose_sources(recipe: Recipe, given: Sequence[str]) -> dict[str, str]:
     """The source of each split, from ``--source`` options: ``SPLIT=WHERE``, or one folder or hub name for all splits.
-
-    Raises:
-        UserError: a file without its split, an unknown or repeated split, or no source for a data set that is not on
-            the hub.
-    """
+    Raises ``UserError`` for a file without its split, an unknown or repeated split, and if there is no source for a
+    data set that is not on the hub."""
     if not given and recipe.hub is None:
         raise UserError(f"{recipe.name} is not on the hub: give --source. {recipe.note}")
     chosen: dict[str, str] = {}

@@ -48,10 +48,8 @@ def read_source(
 
     ``reference`` is a ``.jsonl``, ``.jsonl.gz``, ``.parquet`` or ``.json`` file (a list of rows, or an object with one
     list of rows), whose split is not asked for; a folder that holds ``{split}.jsonl`` and the like, or a copy of a hub
-    data set; ``hf:owner/name`` or ``hf:owner/name:config``. If it names no config, all of ``configs`` are read.
-
-    Raises:
-        UserError: the source does not exist or cannot be read.
+    data set; ``hf:owner/name`` or ``hf:owner/name:config``. If it names no config, all of ``configs`` are read. Raises
+    ``UserError`` if the source does not exist or cannot be read.
     """
     if reference.startswith(_HUB):
         name, _, config = reference[len(_HUB) :].partition(":")

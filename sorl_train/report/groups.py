@@ -48,11 +48,8 @@ class Group:
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunFolder]:
-    """The given runs, and all runs of the given studies, which are in the study's folder ``runs/``.
-
-    Raises:
-        UserError: a study without runs or with a damaged results file, or a run given twice.
-    """
+    """The given runs, and all runs of the given studies, which are in the study's folder ``runs/``. Raises
+    ``UserError`` for a study without runs or with a damaged results file, and for a run that is given twice."""
     found: list[RunFolder] = []
     for path in paths:
         is_study = (path / RUNS).is_dir() and not RunDir(path).config.is_file()

@@ -43,10 +43,8 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     """Write one HTML page about runs to ``out``, and return ``out``.
 
     ``paths`` are run folders, and folders of studies, which stand for all their runs. An unfinished run is shown as far
-    as it got, and the page names what is missing. It links to those viewers (``write_viewer``) that exist.
-
-    Raises:
-        UserError: no such folder, or it contains nothing to show.
+    as it got, and the page names what is missing. It links to those viewers (``write_viewer``) that exist. Raises
+    ``UserError`` for a folder that does not exist or has nothing to show.
     """
     runs = _read_runs(paths)
     title = f"{paths[0].resolve().name}: {len(runs)} runs" if len(paths) == 1 else f"{len(runs)} runs"

@@ -120,11 +120,8 @@ class ReportRun:
 
 
 def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = None) -> ReportRun:
-    """Read the folder of a finished or unfinished run, with at most ``dialogues`` of its dialogues.
-
-    Raises:
-        UserError: no such folder, or it contains nothing to show.
-    """
+    """Read the folder of a finished or unfinished run, with at most ``dialogues`` of its dialogues. Raises
+    ``UserError`` if the folder does not exist or has nothing to show."""
     if path.is_file():
         raise UserError(f"{path} is a file; give the folder of a run or of a study")
     if not path.is_dir():

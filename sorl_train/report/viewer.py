@@ -230,10 +230,8 @@ def write_viewer(run_dir: Path, out: Path | None = None, *, most: int = MOST_DIA
     """Write the page of a run, by default to ``RUN/viewer.html``, and return its path.
 
     If there are more dialogues than ``most``, the page has the lowest and the highest reward of each step and the same
-    number of others from each; it says so.
-
-    Raises:
-        UserError: no such folder, the folder of a study, or a run without dialogues.
+    number of others from each; it says so. Raises ``UserError`` for a folder that does not exist, the folder of a
+    study, or a run without dialogues.
     """
     first = find_runs([run_dir])[0].path
     if first != run_dir:

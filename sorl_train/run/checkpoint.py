@@ -208,8 +208,7 @@ def atomic_folder(
         keep_whole: if another process has written a whole folder there meanwhile, keep that one, as it may be in use.
         hash_up_to: files of more bytes than this are recorded by their size alone; None: all files are hashed.
 
-    Raises:
-        OSError: the disk is full or cannot be written to. Nothing is left behind then.
+    An ``OSError``, as of a full disk, leaves nothing behind.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:

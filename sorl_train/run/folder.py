@@ -14,7 +14,6 @@ Files that are written at once appear under their name only when they are comple
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -249,10 +248,10 @@ class RunDir:
         if section not in manifest:
             self._write_manifest(manifest | {section: fresh})
 
-    def begun_with(self, config: TrainConfig) -> TrainConfig:
-        """``config`` with the limits that the run began with, on which its cold start depends."""
+    def begun_limits(self, now: LimitsConfig) -> LimitsConfig:
+        """The limits that the run began with, on which its cold start depends; ``now`` if it begins now."""
         limits = self.read_manifest().get("data", {}).get("train", {}).get("limits")
-        return config if limits is None else dataclasses.replace(config, limits=LimitsConfig(**limits))
+        return now if limits is None else LimitsConfig(**limits)
 
     def read_manifest(self) -> dict[str, Any]:
         """The facts in ``manifest.json``. Raises ``UserError`` if it is missing or is not a JSON object."""

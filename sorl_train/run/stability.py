@@ -125,7 +125,8 @@ def step_seconds(run_dir: Path) -> float:
 def measure(run_dir: Path) -> dict[str, float]:
     """The figures of a finished run that tell how stable it was; NaN where there is none.
 
-    A step's figure that was not finite counts as infinite in ``max_grad_norm``, and is left out of means.
+    A step's figure that was not finite counts as infinite in ``max_grad_norm``, and is left out of means. Raises
+    ``UserError`` if the metrics have no evaluation or no training step.
 
     Returns:
         peak, final: highest and last greedy success.
@@ -140,9 +141,6 @@ def measure(run_dir: Path) -> dict[str, float]:
         mean_rate: mean effective learning rate.
         moves_back: how often the trust region moved weights back; NaN without one.
         clip_frac: mean share of clipped tokens.
-
-    Raises:
-        UserError: the run has no evaluation or no training step in its metrics.
     """
     lines = list(read_jsonl(RunDir(run_dir).metrics))
     evaluated = [line for line in lines if "eval/success" in line and line["eval/success"] is not None]

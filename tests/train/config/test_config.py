@@ -11,14 +11,13 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS
-from sorl_train.config.checks import validate
+from sorl_train.config.checks import remarks, validate
 from sorl_train.config.files import (
     config_hash,
     load_config,
     nest,
     packaged_configs,
     parse_yaml,
-    remarks,
     to_yaml,
     value_from_text,
 )
