@@ -14,8 +14,9 @@ from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
 from sorl_train.config.checks import remarks
+from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.schema import as_text, flatten
-from sorl_train.config.settings import RolloutConfig, SamplerConfig, TrainConfig, UpdateConfig
+from sorl_train.config.settings import SamplerConfig, TrainConfig, UpdateConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import ModelShape, load_tokenizer, model_shape
 from sorl_train.openrlhf.checks import check_model, critic_start

@@ -173,35 +173,27 @@ def test_loading_leaves_its_input_alone() -> None:
         ("lr: 1e-4", ["unknown key 'lr'", "'optim.lr'"]),
         ("optim.lr: 1", ["unknown key 'optim.lr'", "Write it nested: optim: {lr: ...}"]),
         ("optim: {lr: .nan}", ["optim.lr should be a finite number, it is nan"]),
-        ("update: {epochs: 1.5}", ["update.epochs should be a valid integer, it is 1.5"]),
         ("update: {epochs: true}", ["update.epochs should be a valid integer, it is True"]),
         ("update: {epochs: null}", ["update.epochs should be a valid integer, it is None"]),
-        ("model: 7", ["model should be a valid string, it is 7"]),
         ("hardware: {gradient_checkpointing: 1}", ["should be a valid boolean, it is 1"]),
         ("task_args: [1]", ["task_args should be a valid dictionary, it is [1]"]),
         ("algo: so_pppo", ["c.yaml: algo: unknown algorithm 'so_pppo'", "Did you mean 'so_ppo'"]),
         ("loss: {kl_type: k9}", ["loss.kl_type should be 'k1', 'k2' or 'k3', it is 'k9'"]),
-        ("algos: {soppo: {}}", ["unknown algorithm 'soppo' in 'algos'", "'so_ppo'"]),
         ("algos: {grpo: {rolout: {}}}", ["algos.grpo: unknown key 'rolout'", "'rollout"]),
         (
             "algos: {grpo: {rollout: {group_size: x}}}",
             ["algos.grpo: rollout.group_size should be a valid integer"],
         ),
         ("algos: {grpo: {algo: ppo}}", ["'algos.grpo' cannot change 'algo'"]),
-        ("base: c.yaml", ["'base' comes back to itself: c.yaml -> c.yaml"]),
-        ("base: nowhere", ["unknown config 'nowhere'"]),
         ("seed: 1\noptim: {lr: 1\n", ["line 3: not valid YAML"]),
-        ("seed: 1\nseed: 2\n", ["line 2", "'seed' is given twice"]),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, parts: list[str]) -> None:
     path = write(tmp_path / "c.yaml", text)
     with pytest.raises(UserError) as error:
         load_config(path)
-    for part in parts:
+    for part in (*parts, "c.yaml"):
         assert part in str(error.value)
-    if "nowhere" not in text:
-        assert "c.yaml" in str(error.value)
 
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:

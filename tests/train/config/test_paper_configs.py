@@ -14,10 +14,12 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'sor
 
 import torch
 
+from sorl_env.task.registry import load_task
 from sorl_train.config.files import config_folder, load_config, packaged_configs
 from sorl_train.config.schema import flatten
 from sorl_train.models.policy import load_policy
 from sorl_train.preflight.dry_run import plan_text
+from sorl_train.rollout.environments import limits
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.train_rl import run
@@ -111,6 +113,14 @@ def test_the_papers_settings(name: str) -> None:
     assert config.update.mini_batch_size == (128 if "mini128" in name else 256)
     assert (loss.clip_bias_norm, loss.clip_bias_delta) == ("token", 1.0)
     assert (loss.kl_type, loss.kl_in) == ("k3", "loss")
+    assert (config.optim.warmup_ratio, config.optim.critic_warmup_ratio) == (0.285, 0.015)
+    assert (config.sampler.temperature, config.sampler.top_p, config.search.top_k) == (1.0, 1.0, 3)
+    found = limits(load_task(config.task), config.limits)
+    assert (found.max_prompt_tokens, found.max_new_tokens, found.max_observation_tokens) == (2048, 500, 500)
+    assert (found.max_trajectory_tokens, found.max_turns) == (4096, 4)
+    assert (config.cluster.vllm_tensor_parallel, config.cluster.zero_stage) == (4, 3)
+    assert config.cluster.offload_optimizer and config.hardware.gradient_checkpointing
+    assert config.search.url  # never the task's few passages by accident
 
 
 def test_steps_are_four_epochs_and_table_1_of_alphamed19k_is_kept() -> None:
@@ -118,10 +128,8 @@ def test_steps_are_four_epochs_and_table_1_of_alphamed19k_is_kept() -> None:
         config = load_config(f"paper/{name}")
         assert config.update.steps == 4 * questions // 512
     table_1 = 150 * 256 // 512  # the paper's 150 steps count mini-batches
-    saved = [
-        *range(config.checkpoint.every, config.update.steps, config.checkpoint.every),
-        config.update.steps,
-    ]
+    last, every = config.update.steps, config.checkpoint.every
+    saved = [*range(every, last, every), last]
     assert table_1 in saved[-config.checkpoint.keep :]
     assert table_1 * 512 / 19_778 == pytest.approx(2, abs=0.1)  # "2 epochs"
 

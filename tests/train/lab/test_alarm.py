@@ -72,16 +72,6 @@ def test_recorded_runs_are_read(tmp_path: Path) -> None:
     assert read_runs([tmp_path / "records.jsonl"]) == [Recorded("a study", "an arm", 3, lines)]
 
 
-def test_strain_is_not_judged_where_there_is_a_trust_region(tmp_path: Path) -> None:
-    """Neither live nor replayed."""
-    strained = run((0.8,) * 6, strain=0.2).lines
-    folders = [
-        run_folder(tmp_path / "free", strained),
-        run_folder(tmp_path / "inside", [{**line, "loss/trust_kl": 0.004} for line in strained]),
-    ]
-    assert [judge(one, AlarmConfig()).alarm is None for one in read_runs(folders)] == [False, True]
-
-
 def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path / "mine", run((0.8,) * 6 + (0.1,), strain=0.08).lines)
     assert main(["alarm", str(folder)]) == 0

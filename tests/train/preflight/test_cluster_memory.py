@@ -18,19 +18,12 @@ from sorl_train.models.policy import ModelShape
 from sorl_train.preflight.memory import H100, PROCESS, VLLM_WORK, Memory, estimate_cluster_memory
 
 from ..openrlhf.conftest import run_ranks
+from .test_dry_run import LIMITS
+from .test_dry_run import SHAPE as SMALL
 
-SHAPE = ModelShape(
-    parameters=8000,
-    backbone_parameters=7000,
-    trained=8000,
-    layers=2,
-    hidden=10,
-    intermediate=20,
-    key_value_width=40,
-    vocabulary=50,
-    key_value_heads=4,
+SHAPE = dataclasses.replace(
+    SMALL, parameters=8000, backbone_parameters=7000, trained=8000, key_value_width=40, key_value_heads=4
 )
-LIMITS = Limits(max_turns=2, max_new_tokens=30, max_trajectory_tokens=100, max_prompt_tokens=20)
 CONFIG = TrainConfig(
     engine="openrlhf",
     rollout=RolloutConfig(batch_size=64),

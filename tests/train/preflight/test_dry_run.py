@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,18 +75,14 @@ def test_what_makes_it_smaller() -> None:
     assert need.lasting["optimizer"] == 8 * (10 + 911) and need.host["trust region"] == 4 * 10
 
 
+def llama(**settings: Any) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**(sizes | {"num_attention_heads": 4} | settings)))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_shape_of_a_real_model(tmp_path: Path, tied: bool) -> None:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    model = LlamaForCausalLM(config)
+    model = llama(num_key_value_heads=2, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     shape = model_shape(str(tmp_path))
     assert shape.parameters == shape.trained == sum(p.numel() for p in model.parameters())
@@ -95,10 +92,7 @@ def test_the_shape_of_a_real_model(tmp_path: Path, tied: bool) -> None:
 
 def test_lora_counts_the_adapters(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = LlamaForCausalLM(config)
+    model = llama()
     model.save_pretrained(tmp_path)
     expected = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear"))
     adapters = sum(p.numel() for name, p in expected.named_parameters() if "lora_" in name)
@@ -108,15 +102,8 @@ def test_lora_counts_the_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_bounded_by_the_estimate_and_not_far_from_it(checkpointing: bool) -> None:
     """The bytes that autograd really keeps in one forward pass of a micro-batch, the logits left out."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config).train()
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}
+    model = llama(**sizes, attn_implementation="sdpa").train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()

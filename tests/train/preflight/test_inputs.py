@@ -51,14 +51,7 @@ def test_nine_heads_for_four_gpus(
 ) -> None:
     build_tiny_policy(load_task("minihop"), tmp_path / "nine", hidden_size=72, num_layers=1, num_heads=9)
     argv = ["--engine", "openrlhf", "--model", str(tmp_path / "nine"), "--hardware.device", "cpu"]
-    argv += [
-        "--cluster.gpus_per_node",
-        "4",
-        "--cluster.vllm_engines",
-        "1",
-        "--cluster.vllm_tensor_parallel",
-        "4",
-    ]
+    argv += "--cluster.gpus_per_node 4 --cluster.vllm_engines 1 --cluster.vllm_tensor_parallel 4".split()
     passed, said = said_by(command, argv, capsys)
     assert not passed and "it has 9 attention heads, it has 9 key-value heads. Use 3" in said
 

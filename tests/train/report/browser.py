@@ -87,6 +87,18 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def texts(self, selector: str) -> list[str]:
+        """The texts of the elements that match."""
+        found: list[str] = self.run(f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)")
+        return found
+
+    def opens_hostile_text(self, scripts: int) -> None:
+        """Assert that a passage of ``conftest.HOSTILE`` is text, and that the page has only its own scripts."""
+        hostile = "<script>document.title='owned'</script>\u2028<img src=x onerror="
+        assert any(hostile in text for text in self.texts(".observation pre"))
+        assert "owned" not in self.run("document.title")
+        assert self.run("[document.images.length, document.scripts.length]") == [0, scripts]
+
     def wait_for(self, condition: str) -> None:
         wait_until(lambda: self.run(condition), lambda: condition)
 

@@ -11,7 +11,9 @@ import pytest
 
 from sorl_env.trajectory import Trajectory, write_jsonl
 from sorl_train.report.viewer import write_viewer
-from sorl_train.run.metrics_log import TokenRecord, write_token_records
+from sorl_train.run.metrics_log import write_token_records
+
+from .test_viewer import record_of
 
 pytestmark = pytest.mark.slow
 
@@ -52,14 +54,8 @@ def test_it_opens_alone(viewer: Any, page: Path) -> None:
     assert viewer.run("document.querySelectorAll('.row').length") < 40, "only as many rows as are seen"
     assert viewer.run("document.querySelector('.row[aria-selected=true]').ariaPosInSet") == "1"
     assert "The run saved no figures per token for this step." in viewer.run(TEXT)
+    viewer.opens_hostile_text(scripts=7)
     assert viewer.complaints() == [] and viewer.requests() == [page.as_uri()]
-
-
-def test_hostile_text_stays_text(viewer: Any) -> None:
-    shown = viewer.run("[...document.querySelectorAll('.observation pre')].map((pre) => pre.textContent)")
-    assert any("<script>document.title='owned'</script>\u2028<img src=x onerror=" in text for text in shown)
-    assert "owned" not in viewer.run("document.title")
-    assert viewer.run("[document.images.length, document.scripts.length]") == [0, 7]
 
 
 def test_filters(viewer: Any) -> None:
@@ -137,8 +133,7 @@ def test_the_address_brings_back_what_is_shown(browser: Any, page: Path) -> None
 def test_tokens_are_shaded_and_clipped_ones_marked(browser: Any, page: Path) -> None:
     browser.open(page, hash="#open=step-20/s20-p1/0")
     opened(browser, "step-20/s20-p1/0")
-    texts = browser.run("[...document.querySelectorAll('.turn pre')].map((pre) => pre.textContent)")
-    assert texts[0].startswith("<think>I need the employer.</think>\n<search>")
+    assert browser.texts(".turn pre")[0].startswith("<think>I need the employer.</think>\n<search>")
     classes = browser.run(
         "[...document.querySelectorAll('.turn .token')].map((t) => [Number(t.closest('.turn').dataset.turn),"
         " Number(t.dataset.token), t.classList.contains('clip-low'), t.classList.contains('clip-high')])"
@@ -172,13 +167,10 @@ def test_figures_of_a_token_on_hover(
         "algo: ppo\ntask: minihop\nloss: {clip_eps: 0.2, clip_eps_high: 0.28}\n"
     )
     t = make_trajectory("s1-p0/0", np.random.default_rng(0))
-    number = t.num_action_tokens
-    turns = [int(turn) for turn in t.turn_ids if turn >= 0]
-    plain = [0.0] * (number - 2)
-    record = TokenRecord(
-        t.id, ["</script>", "<b>", *["x"] * (number - 2)], turns, [-0.5, 0.4, *plain], [0.6065, 1.4918, *plain],
-        [-0.25, 1.5, *plain], [0.125, 2.0, *plain], [1, 1, *[0] * (number - 2)],
-    )  # fmt: skip
+    begin = {"tokens": ["</script>", "<b>"], "log_ratio": [-0.5, 0.4], "ratio": [0.6065, 1.4918]}
+    begin |= {"advantage": [-0.25, 1.5], "entropy": [0.125, 2.0], "clipped": [1, 1]}
+    plain = record_of(t)
+    record = record_of(t, **{name: [*two, *getattr(plain, name)[2:]] for name, two in begin.items()})
     write_jsonl(tmp_path / "trajectories" / "step_000001.jsonl", [t])
     write_token_records(tmp_path / "trajectories" / "step_000001.tokens.jsonl.gz", [record])
     browser.open(write_viewer(tmp_path))
