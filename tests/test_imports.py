@@ -17,18 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"sorl_env": "sorl_env", "sorl_tasks": "tasks", "sorl_tools": "tools", "sorl_train": "sorl_train"}
-HEAVY = {
-    "datasets",
-    "faiss",
-    "pandas",
-    "peft",
-    "pyarrow",
-    "ray",
-    "sentence_transformers",
-    "torch",
-    "transformers",
-    "vllm",
-}
+HEAVY = set("datasets faiss pandas peft pyarrow ray sentence_transformers torch transformers vllm".split())
 
 
 class Import(NamedTuple):

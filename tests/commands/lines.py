@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import uvicorn
 
 from .world import DEEP, DIGITS
@@ -206,31 +208,24 @@ def _put_back(folder: Path, variables: Mapping[str, str]) -> Iterator[None]:
     def too_long(number: int, frame: Any) -> None:
         raise TookTooLong
 
-    root, kept_tempdir, kept_environ = logging.getLogger(), tempfile.tempdir, dict(os.environ)
-    kept_logging, kept_cwd = (root.level, root.handlers[:]), Path.cwd()
+    root, kept_modules = logging.getLogger(), set(sys.modules)
+    level, handlers = root.level, root.handlers[:]
     kept_signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    kept_stdin, kept_modules = sys.stdin, set(sys.modules)
-    kept_alarm = signal.signal(signal.SIGALRM, too_long)
-    kept_serve, uvicorn.Server.run = uvicorn.Server.run, _serve_briefly  # type: ignore[assignment]
-    os.environ.update(variables)
-    os.chdir(folder)
-    tempfile.tempdir = None  # read TMPDIR again
-    sys.stdin = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    signal.setitimer(signal.ITIMER_REAL, LONGEST_S, 1.0)  # again, for those who go on after it
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, kept_alarm)
-        for number, handler in kept_signals.items():
-            signal.signal(number, handler)
-        uvicorn.Server.run = kept_serve  # type: ignore[method-assign]
-        sys.stdin, tempfile.tempdir = kept_stdin, kept_tempdir
-        os.chdir(kept_cwd)
-        os.environ.clear()
-        os.environ.update(kept_environ)
-        root.setLevel(kept_logging[0])
-        root.handlers[:] = kept_logging[1]
-        for name in set(sys.modules) - kept_modules:
-            if name.startswith("sorl_task_"):
-                del sys.modules[name]
+    kept_signals[signal.SIGALRM] = signal.signal(signal.SIGALRM, too_long)
+    with mock.patch.dict(os.environ, variables), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(tempfile, "tempdir", None)  # read TMPDIR again
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+        patch.setattr(uvicorn.Server, "run", _serve_briefly)
+        signal.setitimer(signal.ITIMER_REAL, LONGEST_S, 1.0)  # again, for those who go on after it
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in kept_signals.items():
+                signal.signal(number, handler)
+            root.setLevel(level)
+            root.handlers[:] = handlers
+            for name in set(sys.modules) - kept_modules:
+                if name.startswith("sorl_task_"):
+                    del sys.modules[name]

@@ -85,12 +85,7 @@ def test_options_become_typed_overrides() -> None:
         "data": None,
         "run_dir": "a-b",
     }
-    assert (arguments.config, arguments.resume, arguments.overwrite, arguments.help) == (
-        None,
-        False,
-        False,
-        None,
-    )
+    assert arguments.config is arguments.help is None and not (arguments.resume or arguments.overwrite)
 
 
 EVERY = tuple(field.help for field in fields()) + tuple(sections().values())
@@ -221,12 +216,8 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
-    assert (
-        main(
-            ["--dry_run", "--algo", "so_grpo", "--loss.kl_coef", "0.01", "--task_args.train_questions", "40"]
-        )
-        == 0
-    )
+    options = "--algo so_grpo --loss.kl_coef 0.01 --task_args.train_questions 40"
+    assert main(["--dry_run", *options.split()]) == 0
     out = capsys.readouterr().out
     for part in (
         "* optim.lr: 0.0002  (default 1e-06)",

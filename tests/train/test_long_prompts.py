@@ -65,12 +65,8 @@ def rows(folder: Path, *long: int) -> str:
     lines = []
     for i in range(400):
         words, tail = (" bolts" * 30, " x" * 500) if i in long else ("", "")
-        row = {
-            "id": f"{i:03}{tail}",
-            "question": f"How many bolts lie on shelf {i} ?{words}",
-            "bolts": str(i % 7),
-        }
-        lines.append(json.dumps(row))
+        question = f"How many bolts lie on shelf {i} ?{words}"
+        lines.append(json.dumps({"id": f"{i:03}{tail}", "question": question, "bolts": str(i % 7)}))
     path = folder / f"questions{len(long)}.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return str(path)
@@ -123,16 +119,8 @@ def _tiny(task: str, folder: Path) -> str:
 
 
 def test_an_evaluation_counts_first(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        _tiny(task, tmp_path),
-        "--task",
-        task,
-        "--data",
-        rows(tmp_path, LONG),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert evaluate(argv) == 2
+    argv = [_tiny(task, tmp_path), "--task", task, "--data", rows(tmp_path, LONG)]
+    assert evaluate([*argv, "--out", str(tmp_path / "out")]) == 2
     assert "row 334" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()  # a folder with results would take no other limit
 

@@ -41,32 +41,22 @@ def test_search_r1s_joint_parquet_and_flashrag(tmp_path: Path) -> None:
 
 
 def test_original_hotpotqa(tmp_path: Path) -> None:
+    shared = {
+        "question": "Which?",
+        "type": "bridge",
+        "level": "easy",
+        "supporting_facts": [["X", 0], ["Y", 1]],
+    }
     original = [
-        {
-            "_id": "5a7a",
-            "question": "Which?",
-            "answer": "Paris",
-            "type": "bridge",
-            "level": "easy",
-            "supporting_facts": [["X", 0], ["Y", 1]],
-            "context": [["X", ["One.", "Two."]]],
-        },
+        {"_id": "5a7a", "answer": "Paris", "context": [["X", ["One.", "Two."]]], **shared},
         {"_id": "5a7b", "question": "Hidden?", "context": []},  # as the test split
     ]
     file = tmp_path / "hotpot_train_v1.1.json"
     file.write_text(json.dumps(original))
     manifest = made("hotpotqa", tmp_path / "out", f"train={file}")
     (row,) = rows_of(tmp_path / "out" / "train.jsonl")
-    assert row == {
-        "id": "5a7a",
-        "data_source": "hotpotqa",
-        "split": "train",
-        "question": "Which?",
-        "golden_answers": ["Paris"],
-        "type": "bridge",
-        "level": "easy",
-        "supporting_facts": [["X", 0], ["Y", 1]],
-    }
+    known = {"id": "5a7a", "data_source": "hotpotqa", "split": "train", "golden_answers": ["Paris"]}
+    assert row == shared | known
     assert manifest["files"]["train.jsonl"]["dropped"] == {"without an answer": 1}
 
 
@@ -84,11 +74,8 @@ def test_alphamed19k_as_published(tmp_path: Path) -> None:
     manifest = made("alphamed19k", tmp_path / "out", str(tmp_path / "copy"))
     (row,) = rows_of(tmp_path / "out" / "train.jsonl")
     assert row["options"] == {"A": "Aspirin", "B": "Colchicine", "C": "Insulin", "D": "Zinc"}
-    assert (row["question"], row["golden_answers"], row["subset_name"]) == (
-        "Which drug helps in gout?",
-        ["B"],
-        "medqa",
-    )
+    assert row["question"] == "Which drug helps in gout?"
+    assert (row["golden_answers"], row["subset_name"]) == (["B"], "medqa")
     assert manifest["files"]["train.jsonl"]["source"] == "copy"
     assert not (tmp_path / "out" / "test.jsonl").exists()
 
@@ -98,12 +85,7 @@ def test_hub_layouts_through_datasets(tmp_path: Path) -> None:
     subjects = find_recipe("mmlu_medical").configs
     configs = []
     for i, subject in enumerate(subjects):
-        row = {
-            "question": f"About {subject}?",
-            "subject": subject,
-            "choices": ["1", "2", "3", "4"],
-            "answer": i % 4,
-        }
+        row = {"question": f"About {subject}?", "subject": subject, "choices": [*"1234"], "answer": i % 4}
         parquet(tmp_path / "mmlu" / str(subject) / "test-00000-of-00001.parquet", [row])
         configs.append(
             {"config_name": subject, "data_files": [{"split": "test", "path": f"{subject}/test-*"}]}

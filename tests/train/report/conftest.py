@@ -115,14 +115,8 @@ def make_metrics(step: int, share: float, rng: np.random.Generator, collapse: bo
     bias = 0.4 * norm
     drawn = (name for section in SECTIONS for figure in section.figures for name in figure.metrics)
     metrics = {name: 0.1 * share for name in drawn if not name.startswith("eval/")}
-    others = (
-        "rollout/stop_answer",
-        "rollout/replay_age_mean",
-        "tool/calls",
-        "loss/policy",
-        "loss/trust_scale",
-    )
-    metrics |= dict.fromkeys((*others, "loss/clip_bias_other"), 1.0 + noise)
+    others = "rollout/stop_answer rollout/replay_age_mean tool/calls loss/policy loss/trust_scale loss/clip_bias_other"
+    metrics |= dict.fromkeys(others.split(), 1.0 + noise)
     metrics |= {
         "rollout/success": min(1.0, max(0.0, success - 0.05 + noise)),
         "rollout/reward_mean": min(1.0, max(0.0, success - 0.05 + noise)),
@@ -158,19 +152,11 @@ def make_run(
 ) -> Path:
     """A whole run folder. ``ppo`` collapses, with an alarm; ``hostile`` passages try to break out of the page."""
     rng = np.random.default_rng(seed)
-    config = dataclasses.replace(
-        TrainConfig(),
-        algo=algo,
-        seed=seed,
-        update=UpdateConfig(steps=steps),
-        rollout=RolloutConfig(batch_size=128),
-        optim=OptimConfig(lr=lr),
-    )
+    sections = {"update": UpdateConfig(steps=steps), "optim": OptimConfig(lr=lr)}
+    config = TrainConfig(algo=algo, seed=seed, rollout=RolloutConfig(batch_size=128), **sections)
     run = RunDir.create(path, config)
-    run.record(
-        "data",
-        {"train": {"source": "embedded sample of minihop", "sha256": "0" * 64, "is_sample": is_sample}},
-    )
+    data = {"source": "embedded sample of minihop", "sha256": "0" * 64, "is_sample": is_sample}
+    run.record("data", {"train": data})
     collapse = algo == "ppo"
     with closing(MetricsLog(run, tensorboard=False)) as log:
         log.log(0, {"eval/success": 0.62, "eval/valid_turn_rate": 0.98, "time/eval_s": 3.0})
@@ -191,12 +177,9 @@ def make_run(
             records = [make_token_record(t, rng) for t in sampled if not t.excluded]
             write_token_records(run.trajectories / f"step_{step:06d}.tokens.jsonl.gz", records)
     if finished:
-        figures = {
-            "cold_start_success": 0.62,
-            "final_success": 0.02 if collapse else 0.973,
-            "best_success": 0.98,
-        }
-        run.write_summary(figures | {"search_off_success": 0.012, "wall_s": 231.4, "peak_rss_mb": 1840.5})
+        figures = {"cold_start_success": 0.62, "best_success": 0.98, "search_off_success": 0.012}
+        figures |= {"final_success": 0.02 if collapse else 0.973, "wall_s": 231.4, "peak_rss_mb": 1840.5}
+        run.write_summary(figures)
     return path
 
 

@@ -178,17 +178,11 @@ def test_rows_by_hand(make_run: MakeRun, tmp_path: Path) -> None:
     groups = group_runs(runs)
     first, second = run_rows(runs, groups, name_runs(runs, groups))
     assert (first.key, second.key) == ("r0", "r1")
-    assert cells(first) == {
-        "cold_start_success": ("0.500", ""),
-        "best_success": ("0.800", ""),
-        "final_success": ("0.600", ""),
-        "kept": ("0.750", ""),
-        "worst_drop": ("0.200", ""),
-        "collapse_step": ("none", ""),
-        "max_grad_norm": ("4", ""),
-        "normalized": ("0.500", ""),
-        "wall_s": ("–", ""),  # noqa: RUF001
-    }
+    assert {name: text for name, (text, of) in cells(first).items() if not of} == {
+        "cold_start_success": "0.500", "best_success": "0.800", "final_success": "0.600", "kept": "0.750",
+        "worst_drop": "0.200", "collapse_step": "none", "max_grad_norm": "4", "normalized": "0.500",
+        "wall_s": "–",  # noqa: RUF001
+    }  # fmt: skip
     assert cells(second)["collapse_step"] == ("step 1", "")
     assert cells(second)["max_grad_norm"] == ("inf", "") and second.cells[7].sort == "Infinity"
     (row,) = group_rows(runs, groups)
@@ -220,13 +214,8 @@ def test_a_run_that_cannot_be_measured(make_run: MakeRun, tmp_path: Path) -> Non
 # --- events, and pages of many runs --------------------------------------------------------------
 def test_events(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2, batch=3)
-    lines = [
-        '{"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "stop"}',
-        '{"step": 4, "kind": "moved_back"}',
-        '{"step": 5}',
-        "[]",
-    ]
-    (run / "events.jsonl").write_text("\n".join(lines))
+    alarm = '{"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "stop"}'
+    (run / "events.jsonl").write_text(f'{alarm}\n{{"step": 4, "kind": "moved_back"}}\n{{"step": 5}}\n[]')
     read_back = read_run(run, "run", 0)
     assert read_back.events == [
         {"step": 9, "kind": "collapse_alarm", "reason": "</td><script>", "action": "stop"},

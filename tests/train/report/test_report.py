@@ -36,15 +36,8 @@ def test_a_finished_run(make_run: MakeRun, tmp_path: Path) -> None:
     assert page == tmp_path / "new" / "report.html"
     text = text_of(page)
     assert len(text) < 300_000, "ten dialogues and forty steps make a small page"
-    for expected in (
-        "so_ppo on minihop",
-        "finished, 40 steps",
-        ">0.620<",
-        ">0.973<",
-        ">0.012<",
-        "3 min 51 s",
-        "1.8 GB",
-    ):
+    figures = (">0.620<", ">0.973<", ">0.012<", "3 min 51 s", "1.8 GB")
+    for expected in ("so_ppo on minihop", "finished, 40 steps", *figures):
         assert expected in text
     assert "<dt>loss.clip_bias_norm</dt><dd>rms</dd>" in text
     assert "on what is missing" not in text
@@ -53,16 +46,12 @@ def test_a_finished_run(make_run: MakeRun, tmp_path: Path) -> None:
     assert "3 hits · " in text and "2 attempts" in text
 
 
-def test_it_loads_nothing(make_run: MakeRun, tmp_path: Path) -> None:
-    text = text_of(write_report([make_run(tmp_path / "run")], tmp_path / "report.html"))
+def test_it_loads_nothing_and_an_embedded_sample_is_marked(make_run: MakeRun, tmp_path: Path) -> None:
+    text = text_of(write_report([make_run(tmp_path / "run", is_sample=True)], tmp_path / "report.html"))
     outside_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert re.findall(r'(?:src|href)="([^"]*)"', outside_scripts) == ["data:,"]
     assert "@import" not in text and "url(" not in text
     assert "default-src 'none'" in text
-
-
-def test_an_embedded_sample_is_marked(make_run: MakeRun, tmp_path: Path) -> None:
-    text = text_of(write_report([make_run(tmp_path / "run", is_sample=True)], tmp_path / "report.html"))
     assert "<strong>Embedded sample, not the benchmark.</strong>" in text
     assert "embedded sample of minihop" in text
 
@@ -151,18 +140,11 @@ def test_every_metric_is_in_one_figure(make_run: MakeRun, tmp_path: Path) -> Non
 
 def test_seconds_by_stage(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=2)
-    rows = [
-        {"step": 0, "time/eval_s": 3.0},
-        {"step": 1, "time/rollout_s": 2.0, "time/update_s": 5.0, "time/tool_p99_s": 9.0, "time/step_s": 7.5},
-        {
-            "step": 2,
-            "time/rollout_s": 2.0,
-            "time/update_s": None,
-            "time/tokens_per_s": 99.0,
-            "time/step_s": 6.0,
-        },
-    ]
-    (run / "timings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "timings.jsonl").write_text(
+        '{"step": 0, "time/eval_s": 3.0}\n'
+        '{"step": 1, "time/rollout_s": 2.0, "time/update_s": 5.0, "time/tool_p99_s": 9.0, "time/step_s": 7.5}\n'
+        '{"step": 2, "time/rollout_s": 2.0, "time/update_s": null, "time/tokens_per_s": 99.0, "time/step_s": 6.0}\n'
+    )
     # 13.5 s of steps are less than the 12 s of stages and an evaluation outside any step
     assert stage_seconds(read_run(run, "run")) == {"update": 5.0, "rollout": 4.0, "eval": 3.0, "other": 1.5}
 
@@ -187,19 +169,26 @@ def test_lowest_and_highest_of_the_last_step(batches: Callable[..., Path]) -> No
     assert len(steps) == 9 and steps[-1] == 89 and max(np.diff(steps)) <= 12
 
 
-def test_outages_are_not_the_lowest_reward(batches: Callable[..., Path]) -> None:
-    assert chosen(batches(step_000001=[None, 0.5, 1.0]), count=2) == [(1, 0.5, "lowest"), (1, 1.0, "highest")]
-    assert chosen(batches(step_000002=[None, None]), count=2)[0][2] == "lowest"
-
-
-def test_few_trajectories_and_evaluations_alone(batches: Callable[..., Path]) -> None:
-    one = batches(step_000001=[1.0])
-    assert chosen(one) == [(1, 1.0, "lowest")]
-    (one / "step_000001.jsonl").unlink()
-    folder = batches(eval_000000=[0.0], eval_000010=[1.0, 0.0])
-    assert [row[0] for row in chosen(folder)] == [0, 10, 10]
-    batches(step_000003=[1.0])
-    assert [row[0] for row in chosen(folder)] == [3]
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (
+            {"step_000001": [None, 0.5, 1.0]},
+            [(1, 0.5, "lowest"), (1, 1.0, "highest")],
+        ),  # an outage has no reward
+        ({"step_000002": [None]}, [(2, 0.0, "lowest")]),
+        ({"step_000001": [1.0]}, [(1, 1.0, "lowest")]),
+        (
+            {"eval_000000": [0.0], "eval_000010": [1.0, 0.0]},
+            [(0, 0.0, ""), (10, 0.0, "lowest"), (10, 1.0, "highest")],
+        ),
+        ({"eval_000010": [1.0, 0.0], "step_000003": [1.0]}, [(3, 1.0, "lowest")]),  # evaluations come second
+    ],
+)
+def test_few_trajectories_outages_and_evaluations(
+    files: dict[str, list[float | None]], found: list[tuple[int, float, str]], batches: Callable[..., Path]
+) -> None:
+    assert chosen(batches(**files), count=min(3, len(found))) == found
 
 
 def test_a_folder_without_trajectories(tmp_path: Path) -> None:

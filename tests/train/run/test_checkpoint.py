@@ -30,13 +30,7 @@ from sorl_train.run.folder import RunDir, saved_config
 
 from ..damage import DAMAGES, append, delete, flip_a_bit, truncate
 
-FILES = [
-    "state.json",
-    "optimizer.safetensors",
-    "policy/model.safetensors",
-    "policy/config.json",
-    "replay.jsonl",
-]
+FILES = "state.json optimizer.safetensors policy/model.safetensors policy/config.json replay.jsonl".split()
 
 
 def save(run: RunDir, step: int) -> Path:
@@ -129,14 +123,8 @@ def test_no_checkpoint_is_whole(run: RunDir) -> None:
         truncate(run.checkpoints / f"step_00000{number}" / name)
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole") as caught:
         resume_point(run)
-    for expected in (
-        "step_000003: hashes.json",
-        "step_000002: optimizer",
-        "step_000001: state",
-        "copy",
-        "anew",
-    ):
-        assert expected in str(caught.value)
+    damaged = ("step_000003: hashes.json", "step_000002: optimizer", "step_000001: state")
+    assert all(expected in str(caught.value) for expected in (*damaged, "copy", "anew"))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
