@@ -29,6 +29,11 @@ def ends(raised: BaseException) -> int:
     return run_command("sorl-x", main, [])
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+READ_ONLY = OSError(errno.EROFS, "Read-only file system", "/disk/run")
+TAKEN = FileExistsError(errno.EEXIST, "File exists", "out")
+
+
 @pytest.mark.parametrize(
     ("raised", "status", "said"),
     [
@@ -36,20 +41,16 @@ def ends(raised: BaseException) -> int:
         (KeyboardInterrupt(), 130, "\nsorl-x: interrupted\n"),
         (BrokenPipeError(errno.EPIPE, "broken pipe"), 0, ""),
         (
-            OSError(errno.ENOSPC, "No space left on device"),
+            FULL,
             2,
             "sorl-x: no space left on device: free some space there, or choose a folder on another disk\n",
         ),
         (
-            OSError(errno.EROFS, "Read-only file system", "/disk/run"),
+            READ_ONLY,
             2,
             "sorl-x: /disk/run: read-only file system: choose another path, or make this one writable\n",
         ),
-        (
-            FileExistsError(errno.EEXIST, "File exists", "out"),
-            2,
-            "sorl-x: out: file exists: correct the path, or choose another one\n",
-        ),
+        (TAKEN, 2, "sorl-x: out: file exists: correct the path, or choose another one\n"),
     ],
 )
 def test_how_a_command_ends(
@@ -65,13 +66,10 @@ def test_what_ends_python_inside_a_command_is_no_success(
 ) -> None:
     assert ends(SystemExit(code)) == 1
     assert f"SystemExit: {SystemExit(code)}".rstrip(": ") in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_the_parsers_own_end_is_a_success(option: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run_command("sorl-x", lambda words: Parser(prog="sorl-x").parse_args(words) or 0, [option])
-    assert ended.value.code == 0
+    for option in ("--help", "--version"):  # the parser's own end is one
+        with pytest.raises(SystemExit) as ended:
+            run_command("sorl-x", lambda words: Parser(prog="sorl-x").parse_args(words) or 0, [option])
+        assert ended.value.code == 0
 
 
 @pytest.mark.parametrize(
@@ -81,9 +79,6 @@ def test_a_fault_of_ours_keeps_its_traceback(fault: Exception, capsys: pytest.Ca
     with pytest.raises(type(fault)):
         ends(fault)
     assert "please report it" in capsys.readouterr().err
-
-
-def test_long_values_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
     ends(UserError(f"--seed {'7' * 5000} is too large"))
     said = capsys.readouterr().err
     assert len(said) < 200 and "(5,000 characters) is too large" in said
@@ -122,13 +117,10 @@ def test_no_number(kind: object, what: str, others: tuple[str, ...], text: str) 
         (number(0, 1), "-0.5", "must lie between 0 and 1, it is -0.5"),
     ],
 )
-def test_numbers_out_of_range(kind: object, text: str, rule: str) -> None:
+def test_numbers_out_of_range_and_in_it(kind: object, text: str, rule: str) -> None:
     with pytest.raises(UserError) as raised:
         read(kind, text)
     assert f"--n {rule}" in str(raised.value)
-
-
-def test_numbers_in_range() -> None:
     assert (read(whole(1), "+3"), read(seed, str(2**63 - 1)), read(number(0), "1e-4")) == (3, 2**63 - 1, 1e-4)
     assert Bounds(0, 1).problem(1) is None and Bounds(above=0).problem(1e-300) is None
 
@@ -224,9 +216,7 @@ def test_standard_output_on_a_full_disk() -> None:
         _, err = done.communicate(timeout=60)
     assert done.returncode == 1
     said = [line for line in err.decode().splitlines() if line.startswith("sorl-play: ")]
-    assert said == [
-        "sorl-play: no space left on device: free some space there, or choose a folder on another disk"
-    ]
+    assert len(said) == 1 and said[0].startswith("sorl-play: no space left on device: free some space there")
     assert "Traceback" not in err.decode() and "Exception ignored" not in err.decode()
 
 

@@ -39,18 +39,18 @@ TASK = Task(
 """
 
 
+HELPER = "from helper import NAME\n"
+
+
 def folder_of(base: Path, name: str) -> Path:
     folder = base / name
     (folder / "parts").mkdir(parents=True)
     (folder / "shop.py").write_text(TASK)
     (folder / "helper.py").write_text(f"import os\nNAME = {name!r}\nGOLD = 'gold ' + NAME\n")
-    (folder / "late.py").write_text(
-        "from helper import NAME\ndef judge(a, b):\n    return float(a == b) + len(NAME)\n"
-    )
+    (folder / "late.py").write_text(f"{HELPER}def judge(a, b):\n    return float(a == b) + len(NAME)\n")
     (folder / "parts" / "__init__.py").write_text("")
-    (folder / "parts" / "words.py").write_text(
-        "from helper import NAME\nfrom .loud import up\ndef shout(text):\n    return up(text + NAME)\n"
-    )
+    words = f"{HELPER}from .loud import up\ndef shout(text):\n    return up(text + NAME)\n"
+    (folder / "parts" / "words.py").write_text(words)
     (folder / "parts" / "loud.py").write_text("def up(text):\n    return text.upper()\n")
     return folder / "shop.py"
 
@@ -96,9 +96,7 @@ def test_a_neighbour_whose_name_is_taken_is_refused(name: str, tmp_path: Path) -
     (tmp_path / "first" / "task.py").write_text(f"import {name}\n")
     import_file(tmp_path / "first" / "task.py")
     taken = tmp_path / "a" / ("parts/__init__.py" if name == "parts" else f"{name}.py")
-    said = (
-        f"'import {name}' gives {tmp_path}/first/{name}.py, not {taken}, .* rename the file beside the task"
-    )
+    said = f"'import {name}' gives {tmp_path}/first/{name}.py, not {taken}, .* rename the file"
     with pytest.raises(UserError, match=said):
         load_task(str(tmp_path / "a" / "shop.py"))
 

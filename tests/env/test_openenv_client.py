@@ -37,9 +37,8 @@ def server(handle: Handle, action: Any = ECHO, pages: dict[str, bytes] | None = 
     def page(connection: Any, request: Any) -> Response | None:
         if request.path == "/ws":
             return None
-        body = known.get(request.path)
-        status = HTTPStatus.NOT_FOUND if body is None else HTTPStatus.OK
-        body = body or b""
+        body = known.get(request.path, b"")
+        status = HTTPStatus.OK if body else HTTPStatus.NOT_FOUND
         headers = Headers({"content-length": str(len(body)), "connection": "close"})
         return Response(status.value, status.phrase, headers, body)
 
@@ -125,10 +124,7 @@ def test_a_server_that_fails_is_an_outage_and_no_reward(reply: str, message: str
 
 @pytest.mark.parametrize("reply", ["", "close", '{"type": "error", "data": {"code": "CAPACITY_REACHED"}}'])
 def test_a_server_without_a_place_is_waited_for_and_then_an_outage(reply: str) -> None:
-    with (
-        server(lambda message: reply) as url,
-        pytest.raises(ToolUnavailableError, match="no episode began within"),
-    ):
+    with server(lambda _: reply) as url, pytest.raises(ToolUnavailableError, match="no episode began within"):
         play(url, timeout_s=0.2)
 
 

@@ -22,14 +22,9 @@ def letters(text: str) -> str:
 
 
 def test_characters_by_hand() -> None:
-    assert (
-        letters("<think>ab</think> <search>c</search>")
-        == "t" * 7 + "rr" + "t" * 8 + "o" + "t" * 8 + "q" + "t" * 10
-    )
+    whole = "t" * 7 + "rr" + "t" * 8 + "o" + "t" * 8 + "q" + "t" * 10
+    assert letters("<think>ab</think> <search>c</search>") == whole
     assert letters("<answer>x</answer>")[8] == "a"
-
-
-def test_what_is_not_closed_or_outside() -> None:
     assert letters("hm <think>a") == "ooo" + "t" * 7 + "rr"  # the end of the text belongs to the open block
     assert letters("") == "o"
     assert letters("a < b") == "oooooo"  # no tag
@@ -64,9 +59,8 @@ def test_byte_level_tokens(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    found = classes_of(
-        tokenizer, "<think>Where is caf\u00e9 \u7530?</think>\n<search>caf\u00e9 \u7530</search>"
-    )
+    text = "<think>Where is caf\u00e9 \u7530?</think>\n<search>caf\u00e9 \u7530</search>"
+    found = classes_of(tokenizer, text)
     by_class = {name: "".join(piece for piece, kind in found if kind == name) for name in CLASSES}
     assert "Where" in by_class["reasoning"] and "Where" not in by_class["query"]
     assert by_class["query"].strip().startswith("caf")

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, Optional
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sorl_env import Tool, Toolbox, ToolCall, ToolRequest, as_tool
 from sorl_env.errors import did_you_mean
@@ -69,17 +67,13 @@ def test_schema_from_type_hints() -> None:
 
 
 def test_signatures_without_usable_types_are_refused() -> None:
-    def variadic(*queries: str) -> str:
-        return ""
+    def variadic(*queries: str) -> str: ...
 
-    def exotic(query: bytes) -> str:
-        return ""
+    def exotic(query: bytes) -> str: ...
 
-    async def later(query: str) -> str:
-        return ""
+    async def later(query: str) -> str: ...
 
-    def answer(text: str) -> str:
-        return text
+    def answer(text: str) -> str: ...
 
     for function, problem in (
         (variadic, "cannot be passed by name"),
@@ -138,11 +132,8 @@ def test_hand_written_schemas() -> None:
     assert find_problem({"k": 6}, schema) == "arguments.k must be at most 5"
     assert find_problem({"xs": [1, "2"]}, schema) == "arguments.xs[1] must be number, not str"
     assert find_problem({"on": 1}, schema) == "arguments.on must be boolean, not int"
-    for broken in (
-        {"type": "array"},
-        {"type": "object"},
-        {"type": "object", "properties": {"a": {"type": "text"}}},
-    ):
+    typed = {"type": "object", "properties": {"a": {"type": "text"}}}
+    for broken in ({"type": "array"}, {"type": "object"}, typed):
         with pytest.raises(ValueError, match="tool t: "):
             check_schema(broken, "tool t")
 
@@ -241,26 +232,6 @@ class Open(Plain):
 def test_a_schema_by_hand_does_not_let_a_policy_break_the_call(tool: Any, body: str, said: str) -> None:
     outcome = Toolbox([tool]).call(ToolRequest("plain", body))
     assert isinstance(outcome, ToolCall) and said in outcome.reply
-
-
-SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.just("\ud800")
-)
-VALUES = st.recursive(
-    SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text(st.characters()) | st.just("\ud800"), x)
-)
-ARGUMENTS = (
-    st.dictionaries(st.sampled_from(["count", "share", "mood", "names", "more", "x"]), VALUES) | VALUES
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(ARGUMENTS, st.booleans())
-def test_no_json_value_raises_out_of_a_step(value: Any, ascii_only: bool) -> None:
-    body = json.dumps(value, ensure_ascii=ascii_only)
-    outcome = Toolbox([lookup]).call(ToolRequest("lookup", body))
-    assert isinstance(outcome, ToolCall), outcome
-    json.dumps([outcome.reply, outcome.error], ensure_ascii=False).encode()
 
 
 def test_a_long_name_is_not_compared_letter_by_letter() -> None:
