@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from sorl_env.task.registry import load_task
-from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TINY, TrainConfig
 from sorl_train.engine import LocalEngine, stop_on_non_finite
 from sorl_train.evaluate.find_policy import fingerprint
 from sorl_train.learner.advantages import prepare
 from sorl_train.learner.dapo import dynamic_metrics, overlong_metrics
 from sorl_train.learner.replay import replay_metrics
-from sorl_train.rollout.environments import env_facts, record_sources
+from sorl_train.rollout.environments import record_facts, record_sources
 from sorl_train.rollout.metrics import rollout_metrics, staleness, tool_timings
 from sorl_train.run.checkpoint import resume_point, rewind, tell_state
 from sorl_train.run.display import Display, finish_step_on_interrupt, saved_on_error
@@ -76,10 +75,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     begun = dataclasses.replace(config, limits=run_dir.begun_limits(config.limits))
     model = resolve_model(begun, display)
     engine = LocalEngine(config, run_dir, display, model)
-    run_dir.record("data", {"train": env_facts(engine.env), "eval": env_facts(engine.eval_env)})
-    record_sources(config, run_dir, engine.env.task)
-    if outside := algorithm_facts(config.algo):
-        run_dir.record("algorithm", outside)
+    record_facts(config, run_dir, engine.env, engine.eval_env)
     # a resume loads the reference, LoRA's frozen weights and the tokenizer from it again
     if config.model != TINY:
         run_dir.record("model", fingerprint(model))

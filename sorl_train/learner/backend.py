@@ -34,19 +34,12 @@ class HeldWeights(Protocol):
 
 
 class Backend(HeldWeights, Protocol):
-    """A model, its gradient and its optimizer.
+    """A model, its gradient and its optimizer."""
 
-    Attributes:
-        model: the torch module.
-        parameters: the trained parameters.
-        device: where its inputs have to be.
-        always_backward: whether micro-batches whose gradient is zero need ``backward``, too, as where ranks go through
-            it together.
-    """
-
-    model: Any
-    parameters: Sequence[nn.Parameter]
-    device: torch.device
+    model: Any  # the torch module
+    parameters: Sequence[nn.Parameter]  # those that are trained
+    device: torch.device  # where inputs have to be
+    # whether micro-batches whose gradient is zero need ``backward``, too, as where ranks go through it together
     always_backward: bool
 
     @property

@@ -23,18 +23,12 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 @dataclass(frozen=True)
 class RatioDiagnostics:
-    """Sums over the loss tokens of a mini-batch, and the log-ratios themselves, which quantiles need.
+    """Sums over the loss tokens of a mini-batch, and the log-ratios themselves, which quantiles need."""
 
-    Attributes:
-        weights: (3, 3) for token, turn, sequence: number of segments, sum of w, sum of w^2.
-        by_turn: (TURNS, 2) loss tokens and clipped tokens of each turn.
-        by_class: (5, 2) the same for each class of ``token_classes.CLASSES``; zero for a batch without token classes.
-        log_ratios: log(pi / pi_old) of each token, its mean over each turn, and its mean over each sequence.
-    """
-
-    weights: Tensor
-    by_turn: Tensor
-    by_class: Tensor
+    weights: Tensor  # (3, 3) for token, turn, sequence: number of segments, sum of w, sum of w^2
+    by_turn: Tensor  # (TURNS, 2): loss tokens and clipped tokens of each turn
+    by_class: Tensor  # (5, 2): the same for each of ``token_classes.CLASSES``; zero for a batch without them
+    # log(pi / pi_old) of each token, its mean over each turn, and its mean over each sequence
     log_ratios: tuple[Tensor, Tensor, Tensor]
 
     def all_reduce(self) -> RatioDiagnostics:

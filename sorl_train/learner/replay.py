@@ -46,17 +46,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What a step trains on: new trajectories and replayed ones.
+    """What a step trains on: new trajectories and replayed ones."""
 
-    Attributes:
-        batch: of both; None if there is nothing to train on.
-        replayed: those from the buffer, with the ids that they had when they were new.
-        ages: training steps between the weights that sampled each of them and those that are updated.
-    """
-
-    batch: Batch | None
-    replayed: Sequence[Trajectory] = ()
-    ages: Sequence[int] = ()
+    batch: Batch | None  # of both; None if there is nothing to train on
+    replayed: Sequence[
+        Trajectory
+    ] = ()  # those from the buffer, with the ids that they had when they were new
+    ages: Sequence[
+        int
+    ] = ()  # training steps between the weights that sampled each of them and those to update
 
 
 class ReplayBuffer:

@@ -32,29 +32,20 @@ from sorl_train.losses.segments import Segments
 
 @dataclass(frozen=True)
 class LossStats:
-    """Detached sums over the loss tokens of a micro-batch, which add up over micro-batches and ranks.
+    """Detached sums over the loss tokens of a micro-batch, which add up over micro-batches and ranks."""
 
-    Attributes:
-        trajectories: number of trajectories with at least one loss token.
-        tokens, clipped: number of loss tokens, and of the clipped ones among them.
-        signal: number of tokens with a nonzero advantage and a nonzero correction weight.
-        ratio_sum, ratio_square_sum: of the ratio in the loss.
-        log_ratio_square_sum: of the token's own log-ratio, at every ratio level.
-        bias_mean_sum: sum over trajectories of (1/n) sum_t c_t.
-        bias_square_sum: sum over tokens of c_t^2.
-        bias_logit_square_sum: sum over tokens of (c_t logit_scale_t)^2; NaN when no ``logit_scale`` was given.
-    """
-
-    trajectories: Tensor
-    tokens: Tensor
-    clipped: Tensor
-    signal: Tensor
-    ratio_sum: Tensor
+    trajectories: Tensor  # number of those with at least one loss token
+    tokens: Tensor  # number of loss tokens
+    clipped: Tensor  # number of clipped ones
+    signal: Tensor  # number of tokens with a nonzero advantage and a nonzero correction weight
+    ratio_sum: Tensor  # of the ratio in the loss
     ratio_square_sum: Tensor
-    log_ratio_square_sum: Tensor
-    bias_mean_sum: Tensor
-    bias_square_sum: Tensor
-    bias_logit_square_sum: Tensor
+    log_ratio_square_sum: Tensor  # of the token's own log-ratio, at every ratio level
+    bias_mean_sum: Tensor  # sum over trajectories of (1/n) sum_t c_t
+    bias_square_sum: Tensor  # sum over tokens of c_t^2
+    bias_logit_square_sum: (
+        Tensor  # sum over tokens of (c_t logit_scale_t)^2; NaN when no ``logit_scale`` was given
+    )
 
     def __add__(self, other: LossStats) -> LossStats:
         return LossStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -140,19 +131,12 @@ def loss_stats(
 
 @dataclass(frozen=True)
 class Normalization:
-    """What the trainer multiplies in one optimizer step.
+    """What the trainer multiplies in one optimizer step."""
 
-    Attributes:
-        grad_scale: factor on the gradient, before it is clipped.
-        update_scale: factor on the optimizer's step, that is, on its learning rate.
-        norm: norm of the mini-batch's clipping bias.
-        factor: delta / max(norm, delta).
-    """
-
-    grad_scale: float
-    update_scale: float
-    norm: float
-    factor: float
+    grad_scale: float  # factor on the gradient, before it is clipped
+    update_scale: float  # factor on the optimizer's step, that is, on its learning rate
+    norm: float  # of the mini-batch's clipping bias
+    factor: float  # delta / max(norm, delta)
 
 
 def normalization(

@@ -29,20 +29,13 @@ from sorl_train.losses.terms import check_shapes
 
 @dataclass(frozen=True)
 class CorrectionSettings:
-    """Which correction it is.
+    """Which correction it is."""
 
-    Attributes:
-        mode: ``truncate``, ``band``, or ``none`` for weights of 1.
-        level: the tokens that share a weight.
-        low, high: limits of the weight, around 1; ``truncate`` has only the upper one.
-        sequence_mask: bound on the absolute mean log-ratio of a trajectory; None: no trajectory is masked.
-    """
-
-    mode: CorrectionMode = "none"
-    level: RatioLevel = "token"
-    low: float = 0.5
+    mode: CorrectionMode = "none"  # none: all weights are 1
+    level: RatioLevel = "token"  # the tokens that share a weight
+    low: float = 0.5  # limits of the weight, around 1; ``truncate`` has only the upper one
     high: float = 5.0
-    sequence_mask: float | None = None
+    sequence_mask: float | None = None  # bound on a trajectory's absolute mean log-ratio; None masks none
 
     def __post_init__(self) -> None:
         check_choice("correction", self.mode, get_args(CorrectionMode))

@@ -17,15 +17,13 @@ GPU_CHUNK = 1 << 24  # 64 MiB: kernels long enough to hide their launch
 class TokenStats:
     """Statistics of each scored position, shaped as the targets; float32, or float64 for float64 logits.
 
-    Attributes:
-        log_probs: log p(target). Gradient.
-        entropy: -sum p log p, in nats. Gradient. None unless asked for.
-        logit_scale: ||d log p(target) / d logits||_2 = sqrt(1 - 2 p(target) + sum p^2), for logits after the
-            temperature: what the ``logit`` norm of the clipping bias weights a token by. None unless asked for.
+    Log-probability and entropy carry a gradient. What was not asked for is None.
     """
 
-    log_probs: Tensor
-    entropy: Tensor | None
+    log_probs: Tensor  # log p(target)
+    entropy: Tensor | None  # -sum p log p, in nats
+    # ||d log p(target) / d logits||_2 = sqrt(1 - 2 p(target) + sum p^2), for logits after the temperature: what the
+    # ``logit`` norm of the clipping bias weights a token by
     logit_scale: Tensor | None
 
 

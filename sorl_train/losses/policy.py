@@ -42,21 +42,15 @@ from sorl_train.losses.terms import check_shapes, row_weights
 class ClipRange:
     """The range that ratios are clipped to, and the temperatures of the surrogate that has a gate instead.
 
-    Attributes:
-        eps: the range is [1 - eps, 1 + eps]; the paper's value is 0.2, GSPO's own about 3e-4.
-        eps_high: replaces eps in the upper bound if it is given.
-        dual: c > 1 of Dual-Clip PPO (arXiv:1912.09729), which bounds the ratio of tokens with a negative advantage
-            from above as well. None turns it off.
-        tau_pos, tau_neg: temperatures of the gate of ``sapo`` for positive and for other advantages.
-
     Raises ValueError if ``dual`` is not above 1, or a temperature not above 0.
     """
 
-    eps: float = 0.2
-    eps_high: float | None = None
+    eps: float = 0.2  # the range is [1 - eps, 1 + eps]; the paper's value is 0.2, GSPO's own about 3e-4
+    eps_high: float | None = None  # replaces eps in the upper bound
+    # c > 1 of Dual-Clip PPO (arXiv:1912.09729), which also bounds from above the ratio of a negative advantage
     dual: float | None = None
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    tau_pos: float = 1.0  # temperature of the gate of ``sapo`` for positive advantages
+    tau_neg: float = 1.05  # and for others
 
     def __post_init__(self) -> None:
         if self.dual is not None and not self.dual > 1.0:

@@ -23,16 +23,12 @@ class Segments:
         loss_mask = [[0 1 1 1 0 1 1],   turn_ids = [[-1 0 0 0 -1 1 1],   positions = [1 2 3 5 6 8 9]
                      [0 1 1 0 0 0 0]]               [-1 0 0 -1 -1 -1 -1]]
         row_lengths = [5, 2]; at level turn: lengths = [3, 2, 2]
-
-    Attributes:
-        positions: (N,) places of the tokens in the flattened (B, T).
-        row_lengths: (B,) loss tokens of each trajectory, |y|.
-        lengths: (S,) tokens of each segment, |y^k| at level turn. At level sequence every trajectory is one segment,
-            possibly empty. None at level token, where every segment is one token.
     """
 
-    positions: Tensor
-    row_lengths: Tensor
+    positions: Tensor  # (N,) places of the tokens in the flattened (B, T)
+    row_lengths: Tensor  # (B,) loss tokens of each trajectory, |y|
+    # (S,) tokens of each segment, |y^k| at level turn. At level sequence every trajectory is one segment, possibly
+    # empty. None at level token, where every segment is one token
     lengths: Tensor | None
 
     @staticmethod

@@ -66,16 +66,12 @@ COPIED = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Which GPUs train and which sample.
-
-    Attributes:
-        shared: the same GPUs train and sample in turns. Otherwise vLLM has GPUs of its own (asynchronous rollout).
-    """
+    """Which GPUs train and which sample."""
 
     train_nodes: int
     train_gpus_per_node: int
     sample_gpus: int
-    shared: bool
+    shared: bool  # the same GPUs train and sample in turns; otherwise vLLM has its own (asynchronous rollout)
 
     @classmethod
     def of(cls, config: TrainConfig) -> Placement:

@@ -23,7 +23,6 @@ from typing import Any
 
 from sorl_env.envs.prompts import check_prompts
 from sorl_env.errors import UserError
-from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import load_tokenizer, model_shape
 from sorl_train.openrlhf.checks import (
@@ -35,7 +34,7 @@ from sorl_train.openrlhf.checks import (
     installed,
 )
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
-from sorl_train.rollout.environments import env_facts, make_env, record_sources
+from sorl_train.rollout.environments import make_env, record_facts
 from sorl_train.run.alarm import ALARM
 from sorl_train.run.checkpoint import resume_point, rewind, tell_state
 from sorl_train.run.display import Display, finish_step_on_interrupt
@@ -79,10 +78,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         os.environ.update(CPU_ENVIRONMENT)
     env = make_env(config)
     eval_env = make_env(config, evaluation=True)
-    run_dir.record("data", {"train": env_facts(env), "eval": env_facts(eval_env)})
-    record_sources(config, run_dir, env.task)
-    if outside := algorithm_facts(config.algo):
-        run_dir.record("algorithm", outside)
+    record_facts(config, run_dir, env, eval_env)
     begun = dataclasses.replace(config, limits=run_dir.begun_limits(config.limits))
     model = resolve_model(begun, display)
     check_model(config, model_shape(model))

@@ -30,24 +30,18 @@ TRUST_FILE = "sorl_trust_region.json"  # in each checkpoint
 
 @dataclass(frozen=True)
 class SorlOptions:
-    """What this project adds to TRL's ``GRPOConfig``.
+    """What this project adds to TRL's ``GRPOConfig``."""
 
-    Attributes:
-        algorithm: a name of the table without a critic (``so_grpo``, ``grpo``, ``gspo``, ``cispo``, ``sapo``,
-            ``topr``), or an ``Algorithm`` of your own.
-        ratio: another level of the importance ratio. ``turn`` with ``so_grpo`` is the objective of SO-PPO with GRPO's
-            advantages.
-        clip_bias_norm, clip_bias_delta: the norm of the clipping bias, and above which value of it steps get smaller.
-        trust_kl: limit of the trust region in mean token KL (0.01 is a good one); None: there is none.
-        trust_max_scale: the trust region scales the learning rate by at most this.
-    """
-
+    # a name of the table without a critic (so_grpo, grpo, gspo, cispo, sapo, topr), or an ``Algorithm`` of your own
     algorithm: str | Algorithm = "so_grpo"
+    # another level of the ratio: ``turn`` with ``so_grpo`` is the objective of SO-PPO with GRPO's advantages
     ratio: RatioLevel | Literal["auto"] = "auto"
-    clip_bias_norm: str = "rms"
-    clip_bias_delta: float = 0.003
-    trust_kl: float | None = None
-    trust_max_scale: float = 1.0
+    clip_bias_norm: str = "rms"  # the norm of the clipping bias
+    clip_bias_delta: float = 0.003  # above this value of it steps get smaller
+    trust_kl: float | None = (
+        None  # limit of the trust region in mean token KL, such as 0.01; None: there is none
+    )
+    trust_max_scale: float = 1.0  # the trust region scales the learning rate by at most this
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithm, str) and self.algorithm not in loss_algorithms(critic=False):

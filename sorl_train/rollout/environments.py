@@ -22,6 +22,7 @@ from sorl_env.task.registry import load_task
 from sorl_env.tool import ToolReply
 from sorl_env.tool.toolbox import Toolbox
 from sorl_tools.index.index import hash_file
+from sorl_train.config.find_algorithm import algorithm_facts
 from sorl_train.config.settings import LimitsConfig, SearchConfig, TrainConfig
 from sorl_train.run.folder import RunDir
 
@@ -159,6 +160,14 @@ def record_sources(config: TrainConfig, run_dir: RunDir, task: Task) -> None:
         facts = {name: facts[name] for name in known if name in facts}
     if facts or known:
         run_dir.record("sources", facts)
+
+
+def record_facts(config: TrainConfig, run_dir: RunDir, env: TextEnv, eval_env: TextEnv) -> None:
+    """Record what identifies a run's data, files and algorithm; ``UserError`` if a resume finds another one."""
+    run_dir.record("data", {"train": env_facts(env), "eval": env_facts(eval_env)})
+    record_sources(config, run_dir, env.task)
+    if outside := algorithm_facts(config.algo):
+        run_dir.record("algorithm", outside)
 
 
 def env_facts(env: TextEnv) -> dict[str, Any]:
