@@ -11,7 +11,7 @@ A row has one of two forms:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sorl_env.rewards import multiple_choice
@@ -142,17 +142,41 @@ def _read_options(options: Any) -> dict[str, str]:
     return {letter: str(text).strip() for letter, text in texts.items()}
 
 
-TASK = Task(
-    name="alphamed19k",
-    description="AlphaMed19K: medical multiple choice, scored by the letter.",
-    env_id="sorl/AlphaMed19K-v0",
-    prompt=prompt,
-    tool_call_prompt=tool_call_prompt,
-    reward=reward,
-    parse_row=parse_row,
-    tools=search_tools("alphamed19k"),
-    embedded=sample("alphamed19k", parse_row),
-    embedded_is_sample=True,
+def choice_task(
+    name: str,
+    env_id: str,
+    description: str,
+    parse_published: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    *,
+    hub: HubSource | None = None,
+    corpus: str = "alphamed19k",
+) -> Task:
+    """A benchmark with the search tool and a reward for the letter. ``parse_published`` gives a row as its authors
+    publish it ``options`` and ``answer_idx``; ``corpus`` names the embedded sample of passages."""
+
+    def parse(row: Mapping[str, Any]) -> Example:
+        is_common = row.get("options") is not None and ("golden_answers" in row or "answer_idx" in row)
+        return parse_row(row if is_common or parse_published is None else parse_published(row))
+
+    return Task(
+        name=name,
+        description=description,
+        env_id=env_id,
+        prompt=prompt,
+        tool_call_prompt=tool_call_prompt,
+        reward=reward,
+        parse_row=parse,
+        tools=search_tools(corpus),
+        embedded=sample(name, parse),
+        embedded_is_sample=True,
+        hub=hub,
+        wrong_answer=wrong_answer,
+    )
+
+
+TASK = choice_task(
+    "alphamed19k",
+    "sorl/AlphaMed19K-v0",
+    "AlphaMed19K: medical multiple choice, scored by the letter.",
     hub=HubSource("che111/AlphaMed19K"),
-    wrong_answer=wrong_answer,
 )

@@ -7,13 +7,12 @@ or ``golden_answers`` (as ``sorl-data prepare`` writes them).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from sorl_env.task import Example, HubSource, Task
-from sorl_tasks._qa import sample, search_tools, text_column
-from sorl_tasks.alphamed19k import parse_row as parse_choice_row
-from sorl_tasks.alphamed19k import prompt, reward, tool_call_prompt, wrong_answer
+from sorl_env.task import HubSource
+from sorl_tasks._qa import text_column
+from sorl_tasks.alphamed19k import choice_task
 
 # The subjects of MMLU-M. The paper does not list them; these six are what the field means by it.
 SUBJECTS = (
@@ -26,38 +25,6 @@ SUBJECTS = (
 )
 _CHOICES = re.compile(r"\s*\n\s*Answer Choices:\s*\(A\).*\Z", re.DOTALL)
 _DECISIONS: Mapping[str, str] = {"A": "yes", "B": "no", "C": "maybe"}
-
-
-def _choice_task(
-    name: str,
-    env_id: str,
-    description: str,
-    parse_published: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-    *,
-    hub: HubSource | None = None,
-    corpus: str = "alphamed19k",
-) -> Task:
-    """A benchmark with the search tool and a reward for the letter. ``parse_published`` gives a row as its authors
-    publish it ``options`` and ``answer_idx``; ``corpus`` names the embedded sample of passages."""
-
-    def parse_row(row: Mapping[str, Any]) -> Example:
-        is_common = row.get("options") is not None and ("golden_answers" in row or "answer_idx" in row)
-        return parse_choice_row(row if is_common or parse_published is None else parse_published(row))
-
-    return Task(
-        name=name,
-        description=description,
-        env_id=env_id,
-        prompt=prompt,
-        tool_call_prompt=tool_call_prompt,
-        reward=reward,
-        parse_row=parse_row,
-        tools=search_tools(corpus),
-        embedded=sample(name, parse_row),
-        embedded_is_sample=True,
-        hub=hub,
-        wrong_answer=wrong_answer,
-    )
 
 
 def _letter_at(index: Any, count: int, column: str) -> str:
@@ -105,7 +72,7 @@ def _pubmedqa_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": row.get("pubid"), **row, "options": _DECISIONS, "answer_idx": letters[decision]}
 
 
-MEDQA = _choice_task(
+MEDQA = choice_task(
     "medqa",
     "sorl/MedQA-v0",
     "MedQA (US, four options): medical multiple choice, in-domain.",
@@ -113,14 +80,14 @@ MEDQA = _choice_task(
 )
 # Columns opa to opd and cop (0 to 3). The answers of the test split were never published, so everyone evaluates on the
 # validation split, which is ``test`` here.
-MEDMCQA = _choice_task(
+MEDMCQA = choice_task(
     "medmcqa",
     "sorl/MedMCQA-v0",
     "MedMCQA (validation split): medical multiple choice, in-domain.",
     _medmcqa_row,
     hub=HubSource("openlifescienceai/medmcqa", None, {"test": "validation"}),
 )
-MEDXPERTQA = _choice_task(
+MEDXPERTQA = choice_task(
     "medxpertqa",
     "sorl/MedXpertQA-v0",
     "MedXpertQA Text: multiple choice with ten options, out-of-domain.",
@@ -129,7 +96,7 @@ MEDXPERTQA = _choice_task(
 )
 # Columns choices (a list), answer (0 to 3) and subject. On the hub each subject is a configuration of its own:
 # data="hf:cais/mmlu:anatomy" loads one of them, and ``sorl-data prepare mmlu_medical`` joins all six.
-MMLU_MEDICAL = _choice_task(
+MMLU_MEDICAL = choice_task(
     "mmlu_medical",
     "sorl/MMLUMedical-v0",
     "MMLU, six medical subjects: multiple choice, out-of-domain.",
@@ -138,7 +105,7 @@ MMLU_MEDICAL = _choice_task(
 # Columns final_decision and pubid. The abstract is not in the prompt: the policy has to find it in a corpus of
 # abstracts (the paper searches Wikipedia). There is no hub source, because there the official test questions are in a
 # split called train, and ``sorl-data prepare pubmedqa`` has to separate them first.
-PUBMEDQA = _choice_task(
+PUBMEDQA = choice_task(
     "pubmedqa",
     "sorl/PubMedQA-v0",
     "PubMedQA: yes, no or maybe after a search among abstracts, out-of-domain.",

@@ -18,22 +18,21 @@ from sorl_tools.index.build.dense import DenseOptions
 from sorl_tools.index.encoder import open_encoder
 
 from ..corpora import made_up, write_jsonl
-from ..embeddings_server import Server, embeddings, vector
-from ..loopback import Reply
+from ..loopback import EmbeddingsServer, Reply, embeddings, vector
 
 pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddingsServer]:
     monkeypatch.setattr(remote_encoder, "FIRST_PAUSE_S", 0.001)
-    running = Server()
+    running = EmbeddingsServer()
     yield running
     running.close()  # a second time does no harm
 
 
 def test_an_index_is_built_and_searched_by_the_server(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddingsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(remote_encoder.TOKEN_VARIABLE, "s3cret")
     passages = made_up(50)
@@ -45,7 +44,7 @@ def test_an_index_is_built_and_searched_by_the_server(
     assert {(one["path"], one["token"]) for one in server.requests} == {("/v1/embeddings", "Bearer s3cret")}
     assert [len(one["input"]) for one in server.requests] == [2, 20, 20, 10]
     assert server.requests[1]["input"][0] == f"passage: Title 0\n{passages[0].text}"
-    moved = Server()
+    moved = EmbeddingsServer()
     for address in (None, moved.address):
         index = open_index(tmp_path / "index", model=address)
         assert len(index.search(["who?"] * 40, 3)) == 40
@@ -55,14 +54,14 @@ def test_an_index_is_built_and_searched_by_the_server(
     with pytest.raises(
         UserError, match=r"it embeds otherwise than the model .*intfloat/multilingual-e5-small"
     ):
-        moved = Server()
+        moved = EmbeddingsServer()
         moved.behaviours = [lambda request: embeddings({**request, "model": "another"})]
         open_index(tmp_path / "index", model=moved.address)
     moved.close()
 
 
 def test_what_was_embedded_before_the_server_went_out_is_kept(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddingsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sorl_tools.index.build.dense.CHUNK", 10)
     corpus = write_jsonl(tmp_path / "c.jsonl", made_up(30))
@@ -78,7 +77,7 @@ def test_what_was_embedded_before_the_server_went_out_is_kept(
     assert [len(one["input"]) for one in server.requests] == [2, 10]
 
 
-def test_vectors_are_of_length_1_and_in_the_order_of_the_texts(server: Server) -> None:
+def test_vectors_are_of_length_1_and_in_the_order_of_the_texts(server: EmbeddingsServer) -> None:
     encoder = open_encoder("m", server.address, "q ", "p ")
     wanted = np.array([vector(f"p {text}", "m") for text in "abc"], dtype=np.float32)
     wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
@@ -88,7 +87,7 @@ def test_vectors_are_of_length_1_and_in_the_order_of_the_texts(server: Server) -
 
 
 @pytest.mark.parametrize("status", [408, 503])
-def test_trouble_is_tried_again_and_then_said(server: Server, status: int) -> None:
+def test_trouble_is_tried_again_and_then_said(server: EmbeddingsServer, status: int) -> None:
     encoder = open_encoder("m", server.address)
     server.behaviours = [lambda request: (status, b"busy")] * 2
     assert encoder.queries(["x"]).shape == (1, 16)
@@ -115,7 +114,7 @@ def test_trouble_is_tried_again_and_then_said(server: Server, status: int) -> No
     ],
 )  # fmt: skip
 def test_wrong_replies_are_refused_at_once(
-    server: Server, reply: Callable[[Any], Reply], message: str
+    server: EmbeddingsServer, reply: Callable[[Any], Reply], message: str
 ) -> None:
     encoder = open_encoder("m", server.address)
     server.requests.clear()
@@ -125,7 +124,7 @@ def test_wrong_replies_are_refused_at_once(
     assert len(server.requests) == 1
 
 
-def test_what_cannot_be_asked(server: Server) -> None:
+def test_what_cannot_be_asked(server: EmbeddingsServer) -> None:
     for address in ("localhost:8080", "ftp://host/v1", "http://", "http://host:port/"):
         with pytest.raises(UserError, match=r"give an address such as http://127\.0\.0\.1:8080/v1"):
             open_encoder("m", address)

@@ -21,7 +21,7 @@ from sorl_tools.index.index import read_manifest
 from sorl_tools.search.http import HttpSearch
 from sorl_tools.serve.server import open_source
 
-from ..embeddings_server import Server, embeddings
+from ..loopback import EmbeddingsServer, embeddings
 
 pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
 
@@ -88,7 +88,7 @@ def test_words_need_no_model(corpus: Path, tmp_path: Path, option: str) -> None:
 
 
 def test_an_encoder_that_hangs_does_not_keep_the_server(start: Any, passages: Path, tmp_path: Path) -> None:
-    encoder, asked, is_over = Server(), threading.Event(), threading.Event()
+    encoder, asked, is_over = EmbeddingsServer(), threading.Event(), threading.Event()
     options = DenseOptions(model="m", encoder=encoder.address)
     build([passages], tmp_path / "index", "dense", dense=options)
     running = start("--drain_s", "0", source=tmp_path / "index")

@@ -1,4 +1,4 @@
-"""The file in docs/add_a_tool.md, extracted and run."""
+"""The code of docs/add_a_task.md and docs/add_a_tool.md, extracted and run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,66 @@ import pytest
 from sorl_env import ToolUseEnv, load_task
 from sorl_env.commands.check_task import check_task
 from sorl_env.commands.check_task import main as check
+from sorl_env.commands.play import main as play
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.tool.toolbox import Toolbox
 
 from .loopback import LoopbackServer
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "add_a_tool.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PRICES = {"lamp": "12.50"}
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def module(source: str) -> ModuleType:
+    made = ModuleType("of_a_page")
+    exec(compile(source, "a page", "exec"), made.__dict__)
+    return made
+
+
+# --- a task ---
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    source = blocks("add_a_task.md")[0]
+    assert len(source.splitlines()) <= 60
+    (tmp_path / "stockroom.py").write_text(source, encoding="utf-8")
+    return str(tmp_path / "stockroom.py")
+
+
+def test_keeps_the_contract(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, count in (("train", 200), ("test", 200)):
+        assert check([path, "--split", split]) == 0
+        out = capsys.readouterr().out
+        assert f"expert        solves {count} of {count}" in out
+    assert out.endswith("all 9 checks passed\n")
+
+
+def test_the_expert_can_be_watched(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert play([path, "--auto", "expert", "--seed", "0"]) == 0
+    assert "Reward 1 (exact_match 1); ended by answer after 2 turns." in capsys.readouterr().out
+
+
+def test_rewards_of_turns(path: str) -> None:
+    own = "import dataclasses\nTASK = dataclasses.replace(TASK, turn_reward=turn_reward)"
+    Path(path).write_text("\n".join([*blocks("add_a_task.md")[:2], own]))
+    env = ToolUseEnv(path)
+    env.reset(options={"index": 0})
+    turns = ("<shelf> elm A 1 </shelf>", "<shelf> elm A 1 </shelf>", "<answer> 37 </answer>")
+    assert [env.step(f"<think> x </think> {turn}").reward for turn in turns] == [0.3, 0.0, 1.0]
+    assert check([path]) == 0
+
+
+# --- a tool ---
 
 
 @pytest.fixture
 def shop() -> ModuleType:
-    source = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[0]
+    source = blocks("add_a_tool.md")[0]
     assert len(source.splitlines()) <= 60
-    module = ModuleType("shop_tools")
-    exec(compile(source, str(DOCUMENT), "exec"), module.__dict__)
-    return module
+    return module(source)
 
 
 @pytest.fixture
@@ -53,10 +97,8 @@ def test_a_task_of_two_files_beside_it(
     monkeypatch.setattr(
         sys, "path", [folder for folder in sys.path if not Path(folder, "stockroom.py").exists()]
     )
-    tool, _, both = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[:3]
-    task = re.findall(
-        r"```python\n(.*?)```", DOCUMENT.with_name("add_a_task.md").read_text("utf-8"), re.DOTALL
-    )[0]
+    tool, _, both = blocks("add_a_tool.md")[:3]
+    task = blocks("add_a_task.md")[0]
     for name, source in (("shop_tools", tool), ("stockroom", task), ("both", both)):
         (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
     assert check([str(tmp_path / "both.py")]) == 0
@@ -95,13 +137,10 @@ def test_a_service_with_batches_and_outages(shop: ModuleType, url: str) -> None:
 
 def test_the_notebook_keeps_the_contract() -> None:
     """The page's second file: a tool with a state of its own in each episode."""
-    source = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-    (text,) = [block for block in source if "class Notebook" in block]
-    module = ModuleType("notebook")
-    exec(compile(text, str(DOCUMENT), "exec"), module.__dict__)
+    (text,) = [block for block in blocks("add_a_tool.md") if "class Notebook" in block]
     task = load_task("nq")
     noting = dataclasses.replace(task, prompt=lambda example: f"Use <note> and <answer>. {example.question}")
-    env = ToolUseEnv(noting, tools=[module.Notebook()])
+    env = ToolUseEnv(noting, tools=[module(text).Notebook()])
     checks = {check.name: check for check in check_task(env, limit=3)}
     assert all(check.passed for check in checks.values()), checks
     assert "note keeps a state of its own" in checks["episodes"].detail
