@@ -264,8 +264,7 @@ class ClusterConfig:
     offload_reference: Bool = True
     """Keep the reference model in host memory. Paper: yes."""
     async_rollout: Bool = False
-    """Sample the next batch during training; needs GPUs for vLLM alone and rollout.max_staleness of at least
-    1."""
+    """Sample the next batch during training; needs GPUs for vLLM alone and rollout.max_staleness of at least 1."""
     partial_rollout: Bool = False
     """With async_rollout: continue unfinished turns after a weight update."""
     deadline_s: PositiveFloat = 3600.0

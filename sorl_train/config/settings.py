@@ -102,8 +102,7 @@ class SearchConfig:
     """The search tool of the question-answering tasks; timeout_s and retries hold for the calls of every tool."""
 
     corpus: Annotated[str | None, TRAINED] = None
-    """Passages to search in this process; Search-R1's JSONL (.gz too) or an index folder. None: the task's
-    own."""
+    """Passages to search in this process; Search-R1's JSONL (.gz too) or an index folder. None: the task's own."""
     url: Annotated[str | None, RESUMABLE, TRAINED] = None
     """Address of a retrieval server; it has Search-R1's /retrieve. Several have commas between them. Excludes
     corpus. A server's access token is read from the environment variable SORL_SEARCH_TOKEN."""
@@ -160,11 +159,9 @@ class LossConfig:
     """Norm of the clipping bias that is compared with clip_bias_delta. Paper: L2; the paper does not say of
     which quantity."""
     clip_bias_target: Annotated[Target, NORMALIZED] = "update"
-    """Scale the gradient (the paper's equation) or the optimizer's step (the paper's text). Paper:
-    gradient."""
+    """Scale the gradient (the paper's equation) or the optimizer's step (the paper's text). Paper: gradient."""
     clip_bias_delta: Annotated[PositiveFloat, NORMALIZED] = 0.003
-    """Threshold: above it the step is multiplied by delta / norm. Paper: 1 for the token norm, about 0.003 as
-    rms."""
+    """Threshold: above it the step is multiplied by delta / norm. Paper: 1 for the token norm, about 0.003 as rms."""
     gamma: Annotated[Share, CRITIC_OR_STATES] = 1.0
     """Discount, for each token of GAE; for each turn in GAE over turns and in gigpo. Paper: 1."""
     gae_lambda: Annotated[Share, CRITIC] = 1.0
@@ -176,11 +173,9 @@ class LossConfig:
     group_std: Annotated[Bool, GROUPS] = True
     """Divide group advantages by the group's standard deviation. Paper: yes."""
     group_baseline: Annotated[GroupBaseline, GROUPS] = "mean"
-    """What group advantages subtract: the mean of the group, or that of its other members (RLOO). Paper:
-    mean."""
+    """What group advantages subtract: the mean of the group, or that of its other members (RLOO). Paper: mean."""
     group_level: Annotated[GroupLevel, TOTAL_REWARDS] = "trajectory"
-    """What group advantages compare: total rewards of trajectories, or what a turn and the later ones
-    earn."""
+    """What group advantages compare: total rewards of trajectories, or what a turn and the later ones earn."""
     turn_weight: Annotated[NonNegativeFloat, TURNS] = 1.0
     """Weight of a turn's own advantage beside that of its trajectory, in mt_grpo and gigpo."""
     anchor_state: Annotated[AnchorState, STATES] = "observation"
@@ -189,8 +184,8 @@ class LossConfig:
     kl_coef: Annotated[NonNegativeFloat, STEPS] = 0.001
     """Weight of the KL to the reference model; 0 loads no reference. Paper: 0.001."""
     kl_type: Annotated[KLKind, needs("loss.kl_coef")] = "k2"
-    """KL estimator. Use k2 in the loss: its gradient is the KL's, while that of k3 explodes on tokens that
-    became unlikely, and that of k1 is 0 in expectation. The reward takes k1, which is unbiased there."""
+    """KL estimator. In the loss use k2, whose gradient is the KL's: that of k3 explodes on tokens that became unlikely,
+    and that of k1 is 0 in expectation. In the reward use k1, which is unbiased there."""
     kl_in: Annotated[Literal["loss", "reward"], needs("loss.kl_coef")] = "loss"
     """Whether the KL is a term of the loss or of the reward."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -242,8 +237,7 @@ class UpdateConfig:
     epochs: Annotated[PositiveInt, STEPS] = 1
     """Passes over each rollout batch."""
     skip_without_signal: Bool = False
-    """Take no optimizer step when all advantages of a mini-batch are 0; Adam would move on from its momentum
-    alone."""
+    """Take no optimizer step when all advantages of a mini-batch are 0; Adam would move on from its momentum alone."""
     target_kl: PositiveFloat | None = None
     """Take no more actor steps on a batch at this mean token KL to the weights that began it; None: off."""
     trust_kl: Annotated[PositiveFloat | None, STEPS] = None
@@ -289,9 +283,8 @@ class TrainConfig:
     seed: Annotated[int, Strict(), Ge(0), Le(MAX_SEED), TRAINED] = 0
     """Seed of all randomness; a CPU run repeats bit for bit."""
     tools: Texts | None = None
-    """Further tools beside the task's, described at the end of the prompt: mcp:URL or mcp:COMMAND names those
-    of an MCP server that all episodes share, mcp+episode:URL or mcp+episode:COMMAND those of one that keeps
-    state."""
+    """Further tools, described at the end of the prompt: mcp:URL or mcp:COMMAND names those of an MCP server that all
+    episodes share, mcp+episode:URL or mcp+episode:COMMAND those of one that keeps state."""
     limits: Section[LimitsConfig] = LimitsConfig()
     search: Section[SearchConfig] = SearchConfig()
     sampler: Section[SamplerConfig] = SamplerConfig()

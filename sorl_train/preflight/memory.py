@@ -32,7 +32,7 @@ with ZeRO-2. Besides, in turns,
 - a step that is not offloaded needs gradients in float32, 8 P / N (ZeRO-3: 6 P / N);
 - OpenRLHF's reference worker converts its logits to float32, 6 m' L V, which grows fastest.
 
-Policy and critic are compared with what DeepSpeed holds on a CPU (``tests/train/preflight/test_cluster_memory.py``).
+Policy and critic are compared with what DeepSpeed holds on a CPU (``tests/train/preflight/test_memory.py``).
 PROCESS and VLLM_WORK are not measured, and fragmentation in the allocator comes on top.
 """
 

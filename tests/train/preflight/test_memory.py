@@ -1,4 +1,4 @@
-"""The memory estimate by hand, and against what DeepSpeed really holds."""
+"""The memory estimates by hand, against real models, and against what DeepSpeed really holds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,132 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from sorl_env.task import Limits
-from sorl_train.config.run_settings import HardwareConfig
-from sorl_train.config.settings import ClusterConfig, LossConfig, RolloutConfig, TrainConfig, UpdateConfig
-from sorl_train.models.policy import ModelShape
-from sorl_train.preflight.memory import H100, PROCESS, VLLM_WORK, Memory, estimate_cluster_memory
+from sorl_train.config.run_settings import HardwareConfig, RolloutConfig
+from sorl_train.config.settings import ClusterConfig, LossConfig, SamplerConfig, TrainConfig, UpdateConfig
+from sorl_train.models.policy import ModelShape, model_shape
+from sorl_train.preflight.memory import (
+    H100,
+    PROCESS,
+    VLLM_WORK,
+    Memory,
+    estimate_cluster_memory,
+    estimate_memory,
+)
 
 from ..openrlhf.conftest import run_ranks
-from .test_dry_run import LIMITS
-from .test_dry_run import SHAPE as SMALL
 
-SHAPE = dataclasses.replace(
-    SMALL, parameters=8000, backbone_parameters=7000, trained=8000, key_value_width=40, key_value_heads=4
-)
+SIZES = {"layers": 2, "hidden": 10, "intermediate": 20, "key_value_width": 5, "vocabulary": 50}
+SHAPE = ModelShape(parameters=1000, backbone_parameters=900, trained=1000, **SIZES)
+LIMITS = Limits(max_turns=2, max_new_tokens=30, max_trajectory_tokens=100, max_prompt_tokens=20)
 CONFIG = TrainConfig(
+    sampler=SamplerConfig(max_concurrency=7),
+    rollout=RolloutConfig(batch_size=8),
+    update=UpdateConfig(
+        mini_batch_size=4, micro_batch_size=2, critic_micro_batch_size=1, log_prob_micro_batch_size=8
+    ),
+)
+
+
+def test_the_estimate_by_hand() -> None:
+    need = estimate_memory(CONFIG, SHAPE, LIMITS, compute_bytes=4)
+    both = 1000 + 900 + 10 + 1
+    assert need.lasting == {
+        "weights": 4 * both,
+        "gradients": 4 * both,
+        "optimizer": 8 * both,
+        "reference": 4 * 1000,
+    }
+    sampling = 3 * 7 * 100 * (2 * 2 * 5 * 4)
+    assert need.phases == {
+        "sampling": sampling,  # so small a cache is kept beside what follows
+        "scoring": sampling + 4 * 8 * (100 * (4 * 10 + 3 * 20) + 60 * 50),
+        "updating": sampling + 4 * 2 * (100 * 2 * (12 * 10 + 4 * 20) + 2 * 60 * 50),
+    }
+    assert need.peak == "scoring" and need.total("scoring") == 16 * both + 4000 + need.phases["scoring"]
+    assert need.host == {"trust region": 0}
+
+
+def test_what_makes_it_smaller() -> None:
+    full = estimate_memory(CONFIG, SHAPE, LIMITS, 4)
+    group = estimate_memory(dataclasses.replace(CONFIG, algo="so_grpo"), SHAPE, LIMITS, 4).lasting
+    assert group["weights"] == 4 * 1000 and group["optimizer"] == 8 * 1000
+    checkpointed = dataclasses.replace(CONFIG, hardware=HardwareConfig(gradient_checkpointing=True))
+    assert estimate_memory(checkpointed, SHAPE, LIMITS, 4).phases["updating"] < full.phases["updating"]
+    # in bfloat16 the sampler decodes with a copy of the weights
+    in_bfloat16 = estimate_memory(CONFIG, SHAPE, LIMITS, 2).phases["sampling"]
+    assert in_bfloat16 == full.phases["sampling"] // 2 + 2 * 1000
+    no_kl = dataclasses.replace(CONFIG, loss=dataclasses.replace(CONFIG.loss, kl_coef=0.0))
+    assert estimate_memory(no_kl, SHAPE, LIMITS, 4).lasting["reference"] == 0
+    lora = dataclasses.replace(SHAPE, trained=10)
+    region = dataclasses.replace(CONFIG, update=dataclasses.replace(CONFIG.update, trust_kl=0.01))
+    need = estimate_memory(region, lora, LIMITS, 4)
+    assert need.lasting["optimizer"] == 8 * (10 + 911) and need.host["trust region"] == 4 * 10
+
+
+def llama(**settings: Any) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**(sizes | {"num_attention_heads": 4} | settings)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_shape_of_a_real_model(tmp_path: Path, tied: bool) -> None:
+    model = llama(num_key_value_heads=2, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    shape = model_shape(str(tmp_path))
+    assert shape.parameters == shape.trained == sum(p.numel() for p in model.parameters())
+    assert shape.backbone_parameters == sum(p.numel() for p in model.model.parameters())
+    assert (shape.layers, shape.key_value_width, shape.vocabulary) == (2, 2 * 4, 64)
+
+
+def test_lora_counts_the_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = llama()
+    model.save_pretrained(tmp_path)
+    expected = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear"))
+    adapters = sum(p.numel() for name, p in expected.named_parameters() if "lora_" in name)
+    assert model_shape(str(tmp_path), lora_rank=3).trained == adapters
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_bounded_by_the_estimate_and_not_far_from_it(checkpointing: bool) -> None:
+    """The bytes that autograd really keeps in one forward pass of a micro-batch, the logits left out."""
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}
+    model = llama(**sizes, attn_implementation="sdpa").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: list[torch.Tensor] = []  # alive, so that no storage is counted under another one's address
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(input_ids=torch.zeros((2, 100), dtype=torch.long), use_cache=False)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    measured = sum(size for address, size in sizes.items() if address not in weights)
+
+    shape = dataclasses.replace(SHAPE, layers=6, hidden=64, intermediate=256, vocabulary=0)
+    settings = dataclasses.replace(
+        CONFIG, algo="grpo", hardware=HardwareConfig(gradient_checkpointing=checkpointing)
+    )
+    phases = estimate_memory(settings, shape, LIMITS, compute_bytes=4).phases
+    estimate = phases["updating"] - phases["sampling"]  # the cache that is kept
+    # one block computed again, in the backward pass
+    again = 4 * 2 * 100 * (12 * 64 + 4 * 256) if checkpointing else 0
+    assert 0.6 * (estimate - again) < measured <= estimate
+
+
+# --- with OpenRLHF --------------------------------------------------------------------------------------------
+LARGE = dataclasses.replace(
+    SHAPE, parameters=8000, backbone_parameters=7000, trained=8000, key_value_width=40, key_value_heads=4
+)
+CLUSTER = TrainConfig(
     engine="openrlhf",
     rollout=RolloutConfig(batch_size=64),
     update=UpdateConfig(mini_batch_size=32, micro_batch_size=4, log_prob_micro_batch_size=2),
@@ -32,9 +144,9 @@ CONFIG = TrainConfig(
 )  # 8 ranks, ZeRO-3, everything offloaded, 2 vLLM engines of 4 GPUs
 
 
-def estimate(config: TrainConfig = CONFIG, **cluster: Any) -> Memory:
+def estimate(config: TrainConfig = CLUSTER, **cluster: Any) -> Memory:
     settings = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **cluster))
-    return estimate_cluster_memory(settings, SHAPE, LIMITS, bucket=100)
+    return estimate_cluster_memory(settings, LARGE, LIMITS, bucket=100)
 
 
 def test_zero_3_with_offloading_by_hand() -> None:
@@ -89,8 +201,8 @@ def test_vllm_by_hand() -> None:
     # two numbers of 2 bytes in 2 layers of width 40, a quarter of it on each GPU
     assert memory.cache_tokens == cache // (4 * 2 * 40 // 4)
     # two heads cannot be cut into four parts
-    few = dataclasses.replace(SHAPE, key_value_heads=2)
-    tokens = estimate_cluster_memory(CONFIG, few, LIMITS).cache_tokens
+    few = dataclasses.replace(LARGE, key_value_heads=2)
+    tokens = estimate_cluster_memory(CLUSTER, few, LIMITS).cache_tokens
     assert tokens == cache // (4 * 2 * 40 // 2)
     assert estimate(vllm_memory=0.02).cache_tokens == 0
 
@@ -106,7 +218,7 @@ def test_without_offloading_what_does_not_work_sleeps() -> None:
 
 
 def test_zero_2() -> None:
-    region = dataclasses.replace(CONFIG, update=dataclasses.replace(CONFIG.update, trust_kl=0.01))
+    region = dataclasses.replace(CLUSTER, update=dataclasses.replace(CLUSTER.update, trust_kl=0.01))
     memory = estimate(region, zero_stage=2, offload_optimizer=False)
     assert memory.host["trust region"] == 4 * 8000
     assert memory.lasting["policy"] == 2 * 8000
@@ -120,7 +232,7 @@ def test_zero_2() -> None:
 
 
 def test_gpus_of_their_own() -> None:
-    config = dataclasses.replace(CONFIG, rollout=RolloutConfig(batch_size=64, max_staleness=1))
+    config = dataclasses.replace(CLUSTER, rollout=RolloutConfig(batch_size=64, max_staleness=1))
     memory = estimate(config, async_rollout=True, vllm_engines=1, offload_optimizer=False)
     assert "sampling" not in memory.phases  # vLLM is elsewhere
     assert memory.lasting["policy"] == (2 + 12 + 2) * 2000 + 2 * 100  # 4 ranks, nobody sleeps
@@ -130,7 +242,7 @@ def test_gpus_of_their_own() -> None:
 
 def test_what_is_not_there_takes_nothing() -> None:
     group = dataclasses.replace(
-        CONFIG,
+        CLUSTER,
         algo="so_grpo",
         loss=LossConfig(kl_coef=0.0),
         rollout=RolloutConfig(batch_size=64, group_size=8),
@@ -148,27 +260,17 @@ CASE = {
     "intermediate": 1024,
     "layers": 6,
     "heads": 6,
-    "rows": 8,
-    "micro": 4,
-    "tokens": 385,
-    "actions": 192,
-    "bucket": 7_000_000,  # more than the largest weight, as in a real model
 }  # 23.2 million parameters
+CASE |= {"rows": 8, "micro": 4, "tokens": 385, "actions": 192}
+CASE["bucket"] = 7_000_000  # more than the largest weight, as in a real model
 LARGEST = 16384 * 384
 
 
 def estimated(case: dict[str, Any], held: dict[str, int], ranks: int, device: str = "cpu") -> Memory:
     """The estimate of a case."""
-    shape = ModelShape(
-        parameters=held["policy parameters"],
-        backbone_parameters=held["critic parameters"] - case["hidden"],
-        trained=held["policy parameters"],
-        layers=case["layers"],
-        hidden=case["hidden"],
-        intermediate=case["intermediate"],
-        key_value_width=case["hidden"],
-        vocabulary=case["vocabulary"],
-    )
+    policy, critic = held["policy parameters"], held["critic parameters"] - case["hidden"]
+    sizes = {name: case[name] for name in SIZES if name in case} | {"key_value_width": case["hidden"]}
+    shape = ModelShape(parameters=policy, backbone_parameters=critic, trained=policy, **sizes)
     config = TrainConfig(
         engine="openrlhf",
         rollout=RolloutConfig(batch_size=case["rows"] * ranks),
