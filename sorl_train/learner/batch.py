@@ -22,51 +22,41 @@ class Batch:
     """A right-padded, immutable batch. B trajectories, L tokens, T = L - 1 scored positions.
 
     Index t of a (B, T) field scores ``token_ids[:, t + 1]``: ``action_mask[b, t]`` is True when the policy sampled it.
-
-    Attributes:
-        token_ids: int64 (B, L).
-        lengths: int64 (B,), tokens of each trajectory before the padding.
-        action_mask: bool (B, T), the tokens that the policy sampled.
-        loss_mask: bool (B, T), the tokens that enter the loss: action_mask without excluded trajectories, and without
-            those that ``overlong.exclude`` filters.
-        turn_ids: int64 (B, T), -1 off the policy's tokens.
-        rollout_log_probs: float32 (B, T), as the sampler reported them.
-        rewards: float32 (B,), one total for each trajectory: the task's, shaped by ``overlong``.
-        token_rewards: float32 (B, T), the same rewards, each on the last token of the turn that earned it.
-        included: bool (B,), False for excluded trajectories.
-        group_ids: int64 (B,).
-        state_ids: int64 (B, T), for each token of a turn the state that the turn started in: equal for turns of one
-            group that started in the same state, -1 off the policy's tokens. Only for algorithms that compare states.
-        token_classes: int8 (B, T), index into ``token_classes.CLASSES``, -1 off the policy's tokens. Only for metrics.
-        old_log_probs, ref_log_probs, values, advantages, returns: float32 (B, T), filled in by ``score``,
-            ``estimate_advantages`` and the update; None before that.
-        correction: float32 (B, T), what the surrogate of each loss token is multiplied by, because the sampler's
-            log-probabilities are not the trainer's (``correct``); None where nothing is corrected.
-        start_log_probs: float32 (B, T), those of the weights that begin the update of a batch which older weights
-            sampled; None where they are the old log-probabilities, or where nothing measures from them.
-        replayed: bool (B,), the trajectories from the replay buffer, which older weights sampled; None: there are none.
     """
 
-    token_ids: Tensor
-    lengths: Tensor
-    action_mask: Tensor
+    token_ids: Tensor  # int64 (B, L)
+    lengths: Tensor  # int64 (B,), tokens of each trajectory before the padding
+    action_mask: Tensor  # bool (B, T), the tokens that the policy sampled
+    # bool (B, T), the tokens that enter the loss: action_mask without excluded trajectories, and without those that
+    # ``overlong.exclude`` filters
     loss_mask: Tensor
-    turn_ids: Tensor
-    rollout_log_probs: Tensor
-    rewards: Tensor
-    token_rewards: Tensor
-    included: Tensor
-    group_ids: Tensor
+    turn_ids: Tensor  # int64 (B, T), -1 off the policy's tokens
+    rollout_log_probs: Tensor  # float32 (B, T), as the sampler reported them
+    rewards: Tensor  # float32 (B,), one total for each trajectory: the task's, shaped by ``overlong``
+    token_rewards: (
+        Tensor  # float32 (B, T), the same rewards, each on the last token of the turn that earned it
+    )
+    included: Tensor  # bool (B,), False for excluded trajectories
+    group_ids: Tensor  # int64 (B,)
     ids: tuple[str, ...]
+    # int64 (B, T), for each token of a turn the state that the turn started in: equal for turns of one group that
+    # started in the same state, -1 off the policy's tokens. Only for algorithms that compare states
     state_ids: Tensor | None = None
+    # int8 (B, T), index into ``token_classes.CLASSES``, -1 off the policy's tokens. Only for metrics
     token_classes: Tensor | None = None
+    # float32 (B, T), filled in by ``score``, ``estimate_advantages`` and the update
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    # float32 (B, T), what the surrogate of each loss token is multiplied by, because the sampler's log-probabilities
+    # are not the trainer's (``correct``); None where nothing is corrected
     correction: Tensor | None = None
+    # float32 (B, T), those of the weights that begin the update of a batch which older weights sampled; None where they
+    # are the old log-probabilities, or where nothing measures from them
     start_log_probs: Tensor | None = None
+    # bool (B,), the trajectories from the replay buffer, which older weights sampled; None: there are none
     replayed: Tensor | None = None
 
     def __len__(self) -> int:

@@ -96,18 +96,39 @@ def test_a_batch_is_filled_as_far_as_the_rounds_go(tmp_path: Path) -> None:
     assert further > 0
 
 
-def test_a_batch_that_cannot_be_filled_makes_no_step_and_says_so(tiny_folder: str, tmp_path: Path) -> None:
-    """A policy of random weights has a reward of 0 everywhere."""
-    settings = GROUPS | {"model": tiny_folder, "limits__max_new_tokens": 12, "limits__max_turns": 2}
+@pytest.mark.parametrize(
+    ("settings", "why", "figures"),
+    [
+        (
+            GROUPS,
+            ("rollout.dynamic_sampling 3", "64 rollouts"),
+            {"rollout/dynamic_kept": 0.0, "rollout/dynamic_drawn": 64.0, "rollout/dynamic_missing": 4.0},
+        ),
+        (
+            {"overlong__exclude": "max_turns,max_tokens,invalid"},
+            ("overlong.exclude",),
+            {"rollout/overlong_filtered_frac": 1.0},
+        ),
+    ],
+    ids=["no group has a signal", "no token is in the loss"],
+)
+def test_a_batch_without_anything_to_learn_makes_no_step_and_says_so(
+    settings: dict[str, Any],
+    why: tuple[str, ...],
+    figures: dict[str, float],
+    tiny_folder: str,
+    tmp_path: Path,
+) -> None:
+    """A policy of random weights answers nothing, and has a reward of 0 everywhere."""
+    settings = settings | {"model": tiny_folder, "limits__max_new_tokens": 12, "limits__max_turns": 2}
     run_dir, summary = train_short(tmp_path / "run", **settings)
     lines = read_lines(run_dir.metrics)[1:]
-    assert summary["steps"] == 2
+    assert summary["steps"] == len(lines) == 2
     for line in lines:
-        assert "loss/policy" not in line and line["rollout/dynamic_kept"] == 0.0
-        assert line["rollout/dynamic_drawn"] == 4 * 16 and line["rollout/dynamic_missing"] == 4.0
+        assert "loss/policy" not in line and figures.items() <= line.items()
     events = read_lines(run_dir.events)
     assert [(event["kind"], event["step"]) for event in events] == [("no_step", 1), ("no_step", 2)]
-    assert "rollout.dynamic_sampling 3" in events[0]["reason"] and "64 rollouts" in events[0]["reason"]
+    assert all(words in events[0]["reason"] for words in why)
 
 
 class DeadTool(SilentTool):

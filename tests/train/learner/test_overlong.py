@@ -16,7 +16,6 @@ from sorl_train.learner.advantages import estimate_advantages, prepare
 from sorl_train.learner.batch import collate
 from sorl_train.learner.dapo import drop_rows_without_loss, overlong_metrics, punishment, shape_and_filter
 from sorl_train.learner.update_settings import mini_batches
-from sorl_train.run.files import read_jsonl as read_lines
 
 from ..conftest import short_config, train_short
 from .test_batch import trajectory
@@ -105,20 +104,6 @@ def test_excluded_trajectories_are_in_no_figure() -> None:
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_without_a_loss_token_makes_no_step_and_says_so(tiny_folder: str, tmp_path: Path) -> None:
-    """A policy of random weights answers nothing."""
-    settings = {"model": tiny_folder, "limits__max_new_tokens": 20, "limits__max_turns": 2}
-    run_dir, summary = train_short(
-        tmp_path / "run", overlong__exclude="max_turns,max_tokens,invalid", **settings
-    )
-    lines = read_lines(run_dir.metrics)[1:]
-    assert summary["steps"] == 2 and len(lines) == 2
-    silent = [line["step"] for line in lines if line["rollout/overlong_filtered_frac"] == 1.0]
-    assert silent and all("loss/policy" not in line for line in lines if line["step"] in silent)
-    events = [event for event in read_lines(run_dir.events) if event["kind"] == "no_step"]
-    assert [event["step"] for event in events] == silent and "overlong.exclude" in events[0]["reason"]
 
 
 def test_a_buffer_longer_than_the_tasks_limit_is_refused_before_anything_starts(tmp_path: Path) -> None:
