@@ -14,7 +14,7 @@ import pytest
 from sorl_env.envs.prompts import TurnCodec, make_codec
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
-from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, run_trajectory
+from sorl_env.rollout import RolloutJob, RolloutSettings, run_trajectory
 from sorl_env.task import Example, Limits, Task
 from sorl_env.tool import as_tool
 from sorl_env.trajectory import Trajectory
@@ -23,6 +23,7 @@ from sorl_env.turns.tags import ParsedTurn
 from sorl_env.turns.tool_calls import calls_as_content
 
 from .chat_templates import FAMILIES, make_tokenizer
+from .test_episode_tools import Scripted
 
 QUESTION = "Where was the man born whom the unit of flux density is named after?"
 REPLIES = {"unit of flux density": 'Doc 1 (Tesla): named after "Nikola Tesla".\nIt\'s 1 kg/(A s²).'}
@@ -55,23 +56,6 @@ def _env() -> ToolUseEnv:
         ),
     )
     return ToolUseEnv(task, format="tool_calls")
-
-
-class Scripted:
-    """Draws given tokens, and keeps what it was asked to continue."""
-
-    def __init__(self, turns: Sequence[Sequence[int]]) -> None:
-        self.turns = [list(ids) for ids in turns]
-        self.contexts: list[list[int]] = []
-        self.params: list[SamplingParams] = []
-
-    async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        self.contexts.append(list(token_ids))
-        self.params.append(params)
-        ids = self.turns[len(self.contexts) - 1]
-        return SampledTurn(ids, [-1.0] * len(ids), "eos")
-
-    def release(self, session: str) -> None: ...
 
 
 def _calling(query: str) -> ParsedTurn:
@@ -109,7 +93,7 @@ class Setting(NamedTuple):
         return [self.codec.written_turn(turn, "")[1] for turn in turns]
 
     def play(self, *turns: Sequence[int]) -> tuple[Trajectory, Scripted]:
-        sampler, job = Scripted(turns), RolloutJob("0", "0", 0, 0)
+        sampler, job = Scripted({"0": turns}), RolloutJob("0", "0", 0, 0)
         env = self.env.spawn()
         return asyncio.run(run_trajectory(env, self.tokenizer, sampler, job, RolloutSettings())), sampler
 

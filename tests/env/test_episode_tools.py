@@ -82,17 +82,21 @@ def test_a_seed_gives_each_episode_tools_with_seeds_of_their_own(noting: Task) -
 
 
 class Scripted:
-    """A sampler whose sessions write fixed turns, at random moments."""
+    """A sampler whose sessions write fixed turns (texts or token ids) at random moments; it keeps its requests."""
 
-    def __init__(self, scripts: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, scripts: Mapping[str, Sequence[Any]]) -> None:
         self.scripts = scripts
         self.at: dict[str, int] = {}
         self.draw = random.Random(3)
+        self.contexts: list[list[int]] = []
+        self.params: list[SamplingParams] = []
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
+        self.contexts.append(list(token_ids))
+        self.params.append(params)
         await asyncio.sleep(self.draw.random() * 0.004)
         at = self.at[session] = self.at.get(session, -1) + 1
-        ids = [ord(c) for c in self.scripts[session][at]]
+        ids = [ord(c) if isinstance(c, str) else c for c in self.scripts[session][at]]
         return SampledTurn(ids, [0.0] * len(ids), "stop")
 
     def release(self, session: str) -> None:

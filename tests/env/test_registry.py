@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import pytest
 
 from sorl_env import Task, ToolUseEnv, UserError, load_task, register_task, task_names
 from sorl_env.task.registry import _ENV_IDS
+
+from .conftest import Scripted
 
 SOURCE = """
 from sorl_env import Example, Task
@@ -95,27 +98,14 @@ def test_knobs_reach_a_builder(tmp_path: Path) -> None:
 def test_a_registered_task_keeps_its_tools(make_task: Callable[..., Task]) -> None:
     """Gymnasium copies the arguments it is registered with; a tool with a lock cannot be copied."""
 
-    class Locked:
-        name, description, inline = "search", "", True
-        schema = {"type": "object", "properties": {"query": {"type": "string"}}}  # noqa: RUF012
-
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
-
-        def __call__(self, query: str) -> str:
-            with self.lock:
-                return query
-
-    task = make_task(env_id="test/Locked-v0", tools=[Locked()])
+    tool: Any = Scripted("found")
+    tool.lock = threading.Lock()
+    task = make_task(env_id="test/Locked-v0", tools=[tool])
     register_task(task)
     env = gymnasium.make("test/Locked-v0").unwrapped
     assert isinstance(env, ToolUseEnv) and env.task is task
     renewed = make_task(env_id="test/Locked-v0")
     register_task(renewed)
     assert gymnasium.make("test/Locked-v0").unwrapped.task is renewed  # type: ignore[attr-defined]
-
-
-def test_a_packaged_id_stays_with_its_task(make_task: Callable[..., Task]) -> None:
     register_task(make_task(env_id="sorl/NQ-v0"))
-    assert load_task("sorl/NQ-v0").name == "nq"
-    register_task(make_task())  # without an id there is nothing to do
+    assert load_task("sorl/NQ-v0").name == "nq"  # one of the package keeps its task

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sorl_env
-from sorl_env import Task, ToolUseEnv, UnicodeText
+from sorl_env import ToolUseEnv, UnicodeText
 
 ACTIONS = [
     "<think>a</think><search>river</search>",
@@ -78,18 +78,6 @@ def test_processes_return_what_environments_in_this_one_do(
 def test_shared_memory_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="shared_memory=False"):
         gymnasium.make_vec("sorl/NQ-v0", num_envs=2, vectorization_mode="async")
-
-
-def test_environments_in_one_process_share_their_tools_when_they_are_spawned(task: Task, canned: Any) -> None:
-    envs = SyncVectorEnv([ToolUseEnv(task).spawn] * 3)
-    envs.reset(options={"index": 4})
-    observations, rewards, terminated, _, infos = envs.step(
-        [*ACTIONS[:2], "<think>b</think><answer>gold 4</answer>"]
-    )
-    assert canned.queries == ["river"] and "about river" in observations[0]
-    assert (rewards.tolist(), terminated.tolist()) == ([0.0, 0.0, 1.0], [False, False, True])
-    assert infos["stop_reason"].tolist() == [None, None, "answer"]
-    assert [parsed.kind for parsed in infos["parsed"]] == ["tool", "invalid", "answer"]
 
 
 def test_a_task_by_its_path(tmp_path: Path) -> None:
