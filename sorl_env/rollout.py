@@ -57,11 +57,9 @@ class Sampler(Protocol):
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
         """Continue ``token_ids``. Within one ``session`` they only grow: each call appends to those of the last one."""
-        ...
 
     def release(self, session: str) -> None:
         """Drop what is cached for the session, whose trajectory has ended."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -69,17 +69,14 @@ class Session(Protocol):
 
     async def reset(self, example: Example, seed: int) -> tuple[str, Example]:
         """Start an episode; returns its first text, and the example with what the environment knows of it."""
-        ...
 
     async def step(self, action: str) -> Reply: ...
 
     async def truncate(self, reason: StopReason) -> Reply | None:
         """The last reply of an episode that ends here; None where the environment gives none."""
-        ...
 
     def close(self) -> None:
         """Free it, also before its episode has ended. Must not wait."""
-        ...
 
 
 class SessionEnv:

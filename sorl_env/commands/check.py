@@ -124,11 +124,7 @@ def check_episodes(env: ToolUseEnv) -> Check:
 
 
 def _replies(root: ToolUseEnv, scripts: Sequence[Sequence[ToolRequest]]) -> list[list[str]]:
-    """The replies to each script, played in episodes of the same seed whose calls alternate.
-
-    Raises:
-        ToolUnavailableError: a tool is out, so there is nothing to compare.
-    """
+    """The replies to each script, played in episodes of the same seed whose calls alternate."""
     envs = [root.spawn() for _ in scripts]
     seen: list[list[str]] = [[] for _ in envs]
     try:

@@ -37,27 +37,21 @@ class TextEnv(Protocol):
 
     def spawn(self) -> TextEnv:
         """Another environment with the same task and examples, and no episode; cheap."""
-        ...
 
     async def areset(self, index: int, seed: int) -> str:
         """Start an episode on example ``index``; returns the prompt. Raises ``ToolUnavailableError`` if it cannot."""
-        ...
 
     async def astep(self, action: str) -> TurnInfo:
         """One turn of the policy."""
-        ...
 
     async def atruncate(self, reason: StopReason, error: str | None = None) -> TurnInfo:
         """End the running episode from outside. The result replaces that of the last turn."""
-        ...
 
     def end_episode(self) -> None:
         """Give up the running episode, if there is one, and free what it holds."""
-        ...
 
     def close(self) -> None:
         """Free what all episodes share."""
-        ...
 
 
 def open_env(

@@ -279,14 +279,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
 
 def _read_index(options: Mapping[str, Any], size: int) -> int:
-    """The example number that ``reset(options={"index": i})`` asks for.
-
-    Raises:
-        UserError: there is another option, or there is no such example.
-    """
-    for name in options:
-        if name != "index":
-            raise UserError(f"reset has no option {name!r}; its only option is 'index'")
+    """The number of the example that ``reset(options={"index": i})`` asks for."""
+    if other := [name for name in options if name != "index"]:
+        raise UserError(f"reset has no option {other[0]!r}; its only option is 'index'")
     index = options["index"]
     if not isinstance(index, (int, np.integer)) or not 0 <= index < size:
         raise UserError(f"reset: index {index!r} is outside the {size} examples, 0 to {size - 1}")

@@ -109,8 +109,7 @@ def _hash_examples(examples: Iterable[Example]) -> str:
 def read_rows(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Rows of a ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, each with its place (``file:line``).
 
-    Raises:
-        UserError: there is no such file, it is of another kind, or a row cannot be read.
+    Raises ``UserError`` if there is no such file, it is of another kind, or a row cannot be read.
     """
     found = _find_file(Path(path).expanduser(), "train")
     for number, row in _read_rows(found, found.read_bytes()):
@@ -128,12 +127,7 @@ def _find_file(path: Path, split: str) -> Path:
             candidate = path / f"{split}{suffix}"
             if candidate.is_file():
                 return candidate
-        names = [
-            file.name.removesuffix(suffix)
-            for suffix in SUFFIXES
-            for file in path.iterdir()
-            if file.name.endswith(suffix)
-        ]
+        names = [file.name.partition(".")[0] for file in path.iterdir() if file.name.endswith(SUFFIXES)]
         raise UserError(f"{path}: no split {split!r} ({', '.join(SUFFIXES)}). {did_you_mean(split, names)}")
     raise UserError(no_such_file(path, what="file or folder"))
 

@@ -154,10 +154,7 @@ def find_problem(value: Any, schema: Mapping[str, Any], path: str = "arguments")
 
 
 def _find_extreme(value: Any) -> str | None:
-    """What is extreme about a number in a JSON value, in words for the policy, or None.
-
-    Python's parser accepts ``NaN``, ``Infinity`` and ``1e999``, which are not JSON, and integers of any length.
-    """
+    """What is extreme about a number: Python's parser accepts ``NaN``, ``1e999`` and integers of any length."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a number is not finite"
     if isinstance(value, int) and abs(value) > MAX_INTEGER:

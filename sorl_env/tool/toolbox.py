@@ -166,7 +166,10 @@ class Toolbox:
         if refused or not isinstance(result, Exception):
             try:
                 reply = ToolReply.received(str(result) if refused else result, self.max_reply_chars)
-                return _record(request, reply, latency_s, attempts, error=reply.text if refused else None)
+                said = (reply.text, not refused, reply.text if refused else None)
+                return ToolCall(
+                    *request, *said, latency_s, reply.hits, attempts, reply.cached, reply.cut_from
+                )
             except TypeError as error:
                 result = error
         if _is_outage(result):
@@ -183,7 +186,7 @@ class Toolbox:
             reason = f"bug in the tool: {_say(result)}"
             self._log_bug(request, result)
         message = f"tool {request.tool} is unavailable after {attempts} tries: {reason}"
-        call = _record(request, ToolReply(""), latency_s, attempts, error=message)
+        call = ToolCall(*request, "", ok=False, error=message, latency_s=latency_s, attempts=attempts)
         unavailable = ToolUnavailableError(message, call)
         unavailable.__cause__ = result
         return unavailable
@@ -221,15 +224,6 @@ def _bind(tool: Tool, threads: Threads) -> _BoundTool:
         arun=acall if raw_text or acall is None else lambda arguments: acall(**arguments),
         threads=threads,
     )
-
-
-def _record(
-    request: ToolRequest, reply: ToolReply, latency_s: float, attempts: int, error: str | None = None
-) -> ToolCall:
-    tool, argument = request
-    ok = error is None
-    facts = (latency_s, reply.hits, attempts, reply.cached, reply.cut_from)
-    return ToolCall(tool, argument, reply.text, ok, error, *facts)
 
 
 def _say(error: Exception) -> str:

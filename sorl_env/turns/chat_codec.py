@@ -205,15 +205,11 @@ class ChatCodec:
     def _find_correction(self) -> tuple[str, _Frame]:
         """The token that ends an answer, and what surrounds a user's message after it.
 
-        Rendered without tools: some templates list them before the newest user message, and they are in the prompt.
-        Others (Hermes') cannot do without them.
+        It is rendered without tools, which some templates list before the newest user message; Hermes' needs them.
         """
         said = "sorl answer"
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": _MARK},
-        ]
+        texts = (("user", "?"), ("assistant", said), ("user", _MARK))
+        messages = [{"role": role, "content": text} for role, text in texts]
         try:
             text = self._render(messages, open_turn=True, tools=False)
         except UserError:

@@ -87,8 +87,6 @@ def find_format(name: str) -> TurnFormat:
     Raises:
         UserError: there is none.
     """
-    if name == "tags":
-        return TAGS
-    if name == "tool_calls":
-        return ToolCallFormat()
-    raise UserError(f"there is no turn format {name!r}. {did_you_mean(name, FORMATS)}")
+    if name not in FORMATS:
+        raise UserError(f"there is no turn format {name!r}. {did_you_mean(name, FORMATS)}")
+    return TAGS if name == "tags" else ToolCallFormat()
