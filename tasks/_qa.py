@@ -61,10 +61,8 @@ def qa_reward(example: Example, turns: Sequence[ParsedTurn]) -> Mapping[str, flo
 
 def parse_qa_row(row: Mapping[str, Any]) -> Example:
     """An example from a row with ``question`` and ``golden_answers`` (as Search-R1 publishes them) or ``answer``.
-
     Answers are a text or a list of texts. ``id`` is used if the row has one; the columns in `_KEPT` become metadata.
-    Raises ``KeyError`` if a column is missing, and ``ValueError`` if a column is empty or of another type.
-    """
+    Raises ``KeyError`` if a column is missing, and ``ValueError`` if a column is empty or of another type."""
     question = text_column(row, "question")
     column = "answer" if "golden_answers" not in row and "answer" in row else "golden_answers"
     answers = (row[column],) if isinstance(row[column], str) else row[column]

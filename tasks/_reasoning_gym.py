@@ -23,14 +23,10 @@ _LARGEST = 10_000_000  # questions of a split
 def reasoning_gym_task(
     name: str, *, examples: int = 1000, seed: int = 0, settings: Mapping[str, Any] | None = None
 ) -> Task:
-    """The task of a data set of reasoning-gym.
-
-    The reward of an answer is the data set's own score, often 0 or 1 and sometimes a part of it.
-
-    ``name`` is that of the data set, such as ``chain_sum``; each split has ``examples`` questions and seeds of its own;
-    ``settings`` is the data set's own configuration, such as ``{"min_terms": 2}``. Raises ``UserError`` if
-    reasoning-gym is not installed, or has no such data set or setting.
-    """
+    """The task of a data set of reasoning-gym. The reward of an answer is the data set's own score, often 0 or 1 and
+    sometimes a part of it. ``name`` is that of the data set, such as ``chain_sum``; each split has ``examples``
+    questions and seeds of its own; ``settings`` is the data set's own configuration, such as ``{"min_terms": 2}``.
+    Raises ``UserError`` if reasoning-gym is not installed, or has no such data set or setting."""
     for what, value, bounds in (("examples", examples, Bounds(1, _LARGEST)), ("seed", seed, Bounds(0, MOST))):
         if problem := bounds.problem(value):
             raise UserError(f"{what} {problem}")

@@ -178,11 +178,10 @@ def _is_hasty(example: Example, most_hops: int, share: float) -> bool:
 
 
 def expert_turn(example: Example, observations: Sequence[str], reasoning: int = 1, skipped: int = 0) -> str:
-    """The next turn of a scripted policy that knows the relations to follow and reads the names from observations.
-
-    It searches for the next entity, or answers; the answer is `GIVE_UP` if a reply lacks the fact. The first one of
-    ``observations`` answers the first turn. For ``reasoning`` see `minihop`; ``skipped`` hops at the end are not taken.
-    """
+    """The next turn of a scripted policy that knows the relations to follow and reads the names from observations. It
+    searches for the next entity, or answers; the answer is `GIVE_UP` if a reply lacks the fact. The first one of
+    ``observations`` answers the first turn. For ``reasoning`` see `minihop`; ``skipped`` hops at the end are not
+    taken."""
     relations: Sequence[str] = example.metadata["relations"]
     relations = relations[: len(relations) - skipped]
     names: list[str] = [example.metadata["names"][0]]

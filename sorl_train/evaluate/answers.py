@@ -28,15 +28,11 @@ _REASON = re.compile(r"[,.]? (?:because|since|as)\b.*", re.DOTALL)  # behind a l
 
 
 def read_answer(output: str, mode: str, options: Mapping[str, str] | None = None) -> Answer | None:
-    """The answer that one turn gives; None if it gives none.
-
-    The last ``<answer>`` block counts. Without a block, it is the rest of the sentence after the last "the answer is".
-    Without that, mode ``direct`` takes the first line, because its prompt asks for nothing but the answer. The other
-    prompts ask for the tags, so a turn without them has not answered, unless it is nothing but an option's letter.
-
-    Outside of a block only what names one of the ``options``, as `multiple_choice` reads it, is an answer to a question
-    that has options. Nothing is guessed.
-    """
+    """The answer that one turn gives; None if it gives none. The last ``<answer>`` block counts. Without a block, it is
+    the rest of the sentence after the last "the answer is". Without that, mode ``direct`` takes the first line, because
+    its prompt asks for nothing but the answer. The other prompts ask for the tags, so a turn without them has not
+    answered, unless it is nothing but an option's letter. Outside of a block only what names one of the ``options``, as
+    `multiple_choice` reads it, is an answer to a question that has options. Nothing is guessed."""
     block = _last_block(output)
     if block is not None:
         return Answer(block.strip(), "tag")

@@ -69,12 +69,10 @@ def wilson(share: float, questions: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Paired:
-    """How B differs from A over the same questions.
-
-    ``p`` is two-sided: could each change as well have been the opposite one? For shares it is of McNemar's exact test;
-    for the rest the share of random signs for the differences that bring their mean at least as far from 0, which is at
-    least 1 / (draws + 1). McNemar's test is that share over all signs.
-    """
+    """How B differs from A over the same questions. ``p`` is two-sided: could each change as well have been the
+    opposite one? For shares it is of McNemar's exact test; for the rest the share of random signs for the differences
+    that bring their mean at least as far from 0, which is at least 1 / (draws + 1). McNemar's test is that share over
+    all signs."""
 
     questions: int
     mean_a: float

@@ -59,11 +59,8 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """One question, answered once.
-
-    It is ``excluded`` if a tool failed or the task's code raised. That says nothing about the policy: it enters no
-    figure, and the question is tried again when the evaluation is started again.
-    """
+    """One question, answered once. It is ``excluded`` if a tool failed or the task's code raised. That says nothing
+    about the policy: it enters no figure, and the question is tried again when the evaluation is started again."""
 
     task: str
     mode: str
@@ -113,9 +110,8 @@ class EvalResult:
 def result_of_trajectory(
     job: Job, trajectory: Trajectory, example: Example, keep_ids: bool = True
 ) -> EvalResult:
-    """The result of a question answered over several turns. Only an answer in a well-formed turn counts.
-
-    ``keep_ids``: the token ids of the trajectory are those of the policy's own tokenizer."""
+    """The result of a question answered over several turns. Only an answer in a well-formed turn counts. ``keep_ids``:
+    the token ids of the trajectory are those of the policy's own tokenizer."""
     answer = final_answer(trajectory)
     calls = [call for turn in trajectory.turns for call in turn.tool_calls]
     prompt_tokens = trajectory.turns[0].start if trajectory.turns else len(trajectory.token_ids)

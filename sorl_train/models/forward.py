@@ -53,15 +53,11 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def action_stats(model: Any, token_ids: Tensor, mask: Tensor, **wanted: Any) -> TokenStats:
-    """Log-probabilities (and what else is ``wanted``) of the masked tokens: (B, T), zero elsewhere.
-
-    Only the masked positions pass the output layer, so observations and padding cost no logits. Rows are packed where
-    that saves a tenth of the tokens or more (``packing``). Padded rows need no attention mask: padding is on the right,
-    and causal attention does not look there.
-
-    ``token_ids`` is (B, L), the bool ``mask`` (B, T), T = L - 1. ``wanted`` are ``temperature``, ``entropy`` and
-    ``logit_scale`` of ``token_log_probs``.
-    """
+    """Log-probabilities (and what else is ``wanted``) of the masked tokens: (B, T), zero elsewhere. Only the masked
+    positions pass the output layer, so observations and padding cost no logits. Rows are packed where that saves a
+    tenth of the tokens or more (``packing``). Padded rows need no attention mask: padding is on the right, and causal
+    attention does not look there. ``token_ids`` is (B, L), the bool ``mask`` (B, T), T = L - 1. ``wanted`` are
+    ``temperature``, ``entropy`` and ``logit_scale`` of ``token_log_probs``."""
     packed = packing.pack(token_ids, mask) if packing.packs(model) else None
     if packed is None:
         inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
@@ -73,13 +69,10 @@ def action_stats(model: Any, token_ids: Tensor, mask: Tensor, **wanted: Any) -> 
 
 
 def logits_at(model: Any, pick: Callable[[Tensor], Tensor], inputs: dict[str, Any]) -> Tensor:
-    """Logits (N, V) of some positions, from the model's own forward pass.
-
-    The hidden states of all other positions are dropped in front of the output layer. Whatever a model does to its
-    logits (Granite divides them, Gemma 2 caps them) is done as usual.
-
-    ``pick`` chooses from the last hidden states: (B, L, H) -> (N, H). ``inputs`` are those of the forward pass.
-    """
+    """Logits (N, V) of some positions, from the model's own forward pass. The hidden states of all other positions are
+    dropped in front of the output layer. Whatever a model does to its logits (Granite divides them, Gemma 2 caps them)
+    is done as usual. ``pick`` chooses from the last hidden states: (B, L, H) -> (N, H). ``inputs`` are those of the
+    forward pass."""
 
     def narrow(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return pick(args[0])[None], *args[1:]

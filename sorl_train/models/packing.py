@@ -60,7 +60,6 @@ class Packed:
 
 def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
     """Pack the tokens that the masked ones depend on; None where that saves little, or where nothing is masked.
-
     ``token_ids`` is (B, L), padded on the right; the bool ``mask`` (B, T), T = L - 1, has the tokens to score."""
     device = token_ids.device
     rows, columns = token_ids.cpu(), mask.cpu()

@@ -49,10 +49,8 @@ def load_policy(
     gradient_checkpointing: bool = False,
 ) -> Any:
     """A causal language model with float32 weights on a device (see ``pick_device``). With a ``lora.rank`` it has new
-    LoRA adapters, and nothing else of it is trained.
-
-    Raises ``UserError`` if no model can be loaded, torch lacks the device, or peft is needed and missing.
-    """
+    LoRA adapters, and nothing else of it is trained. Raises ``UserError`` if no model can be loaded, torch lacks the
+    device, or peft is needed and missing."""
     target = pick_device(device)
     model = load_weights(AutoModelForCausalLM, "model", folder)
     if lora.rank:
@@ -216,9 +214,7 @@ class ModelShape:
 
 def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
     """The sizes of the model in a folder, from its configuration alone: on torch's meta device it has no storage.
-
-    Raises ``UserError`` if the folder has no configuration that can be read.
-    """
+    Raises ``UserError`` if the folder has no configuration that can be read."""
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):

@@ -100,18 +100,14 @@ def build_tiny_policy(
 def init_weights(
     model: LlamaForCausalLM, *, scale: float = 0.7, positional: float = 4.0, embedding: float = 0.1
 ) -> None:
-    """Draw weights from which a small model soon learns to look things up in its context.
-
-    In the first layer, head h looks h + 1 positions back, by its biases alone: a token learns which words precede it.
-    In later layers keys start equal to queries, and in all layers the output projection starts as the transpose of the
-    values: a token attends to tokens like itself and copies what they hold (mimetic initialization, Trockman and
-    Kolter, 2023). Together this is the beginning of an induction head. From usual weights a small model needs several
-    times as many supervised steps to find one.
-
-    Entries of queries and values have the standard deviation ``scale / sqrt(hidden_size)``; ``positional`` is the size
-    of the query and key biases in the first layer; ``embedding`` is the standard deviation of the word vectors, which
-    also make the logits, and which 0.02 would leave too flat.
-    """
+    """Draw weights from which a small model soon learns to look things up in its context. In the first layer, head h
+    looks h + 1 positions back, by its biases alone: a token learns which words precede it. In later layers keys start
+    equal to queries, and in all layers the output projection starts as the transpose of the values: a token attends to
+    tokens like itself and copies what they hold (mimetic initialization, Trockman and Kolter, 2023). Together this is
+    the beginning of an induction head. From usual weights a small model needs several times as many supervised steps to
+    find one. Entries of queries and values have the standard deviation ``scale / sqrt(hidden_size)``; ``positional`` is
+    the size of the query and key biases in the first layer; ``embedding`` is the standard deviation of the word
+    vectors, which also make the logits, and which 0.02 would leave too flat."""
     config = model.config
     nn.init.normal_(model.model.embed_tokens.weight, std=embedding)
     for layer in model.model.layers:

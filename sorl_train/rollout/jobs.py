@@ -48,7 +48,6 @@ def further_jobs(
     prompts: int,
 ) -> list[RolloutJob]:
     """The rollouts of a further round of dynamic sampling: of ``prompts`` examples that the step has not visited yet.
-
     They are the next ones of an order that seed and step determine, not the examples of later steps: so nothing has to
     be remembered for a resume, and the run's own order still visits each example once. There are fewer rollouts where
     the examples run out. The round's ``number`` counts from 1."""

@@ -19,14 +19,11 @@ COLUMNS = 64  # the capacity is a multiple of this
 
 
 class RowCache:
-    """Keys and values of all rows, (layers, 2, rows, kv_heads, capacity, head_dim), written in place.
-
-    It replaces a transformers ``Cache``: the model calls ``update`` once in each layer. Before a forward pass,
-    ``select`` says which rows it covers and where their new tokens go. The mask that it returns hides what lies beyond
-    a row's length, and what lies before a layer's window. Hidden values must be finite all the same: NaN times an
-    attention weight of 0 is NaN. Raises ``UserError`` if the model keeps more than keys and values (see
-    ``AttentionMasks.of``).
-    """
+    """Keys and values of all rows, (layers, 2, rows, kv_heads, capacity, head_dim), written in place. It replaces a
+    transformers ``Cache``: the model calls ``update`` once in each layer. Before a forward pass, ``select`` says which
+    rows it covers and where their new tokens go. The mask that it returns hides what lies beyond a row's length, and
+    what lies before a layer's window. Hidden values must be finite all the same: NaN times an attention weight of 0 is
+    NaN. Raises ``UserError`` if the model keeps more than keys and values (see ``AttentionMasks.of``)."""
 
     def __init__(self, model: Any, rows: int, dtype: torch.dtype, capacity: int) -> None:
         self._masks = AttentionMasks.of(model)
@@ -47,12 +44,9 @@ class RowCache:
         return self.data.shape[4]
 
     def select(self, rows: slice, new_tokens: int) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
-        """Prepare a forward pass of ``new_tokens`` columns over ``rows``.
-
-        Returns:
-            Position ids (b, n), and the mask (b, 1, n, w) to be added to the attention scores, or one such mask for
-            each kind of layer. A boolean mask would be converted to this form in every layer.
-        """
+        """Prepare a forward pass of ``new_tokens`` columns over ``rows``. Returns position ids (b, n), and the mask (b,
+        1, n, w) to be added to the attention scores, or one such mask for each kind of layer. A boolean mask would be
+        converted to this form in every layer."""
         lengths = self.lengths[rows]
         self._width = int(lengths.max()) + new_tokens
         self._grow(self._width)
@@ -147,10 +141,8 @@ class ActiveRollout:
     reply: asyncio.Future[SampledTurn] | None = None
 
     def settle(self, error: Exception | None) -> bool:
-        """End the turn without a result: the waiting caller gets ``error``, or is cancelled where that is None.
-
-        Returns whether a caller was waiting.
-        """
+        """End the turn without a result: the waiting caller gets ``error``, or is cancelled where that is None. Returns
+        whether a caller was waiting."""
         reply, self.reply = self.reply, None
         if reply is None or reply.done() or reply.get_loop().is_closed():
             return False
@@ -162,13 +154,11 @@ class ActiveRollout:
 
 
 class Slots:
-    """The slots of a cache and the rows that own them. Decoding rows are in front, in the slots ``[0, num_active)``.
-
-    A slot without an owner is empty, and a slot with one holds that row's tokens and no others. This keeps the tokens
-    of one dialogue out of another. Only this class and the forward pass change what a slot holds. The rule is asserted
-    for all slots when a row is admitted, and for the slots of each forward pass. ``cache`` is empty at first, and has a
-    row for each slot.
-    """
+    """The slots of a cache and the rows that own them. Decoding rows are in front, in the slots ``[0, num_active)``. A
+    slot without an owner is empty, and a slot with one holds that row's tokens and no others. This keeps the tokens of
+    one dialogue out of another. Only this class and the forward pass change what a slot holds. The rule is asserted for
+    all slots when a row is admitted, and for the slots of each forward pass. ``cache`` is empty at first, and has a row
+    for each slot."""
 
     def __init__(self, cache: RowCache) -> None:
         self.num_active = 0
@@ -260,11 +250,9 @@ class Slots:
 
 @torch.inference_mode()
 def draw(logits: Tensor, rows: Sequence[ActiveRollout]) -> tuple[list[int], list[float]]:
-    """Sample one token for each row from logits (b, V).
-
-    Returns the tokens and their log-probabilities in the distribution that they were drawn from: after the temperature
-    and ``top_p``, which is 1 where a row is greedy. vLLM can report no others after the temperature.
-    """
+    """Sample one token for each row from logits (b, V). Returns the tokens and their log-probabilities in the
+    distribution that they were drawn from: after the temperature and ``top_p``, which is 1 where a row is greedy. vLLM
+    can report no others after the temperature."""
     temperatures = [row.params.temperature for row in rows]
     scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
     log_probs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
@@ -291,10 +279,8 @@ def draw(logits: Tensor, rows: Sequence[ActiveRollout]) -> tuple[list[int], list
 
 
 def _nucleus(probs: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Zero all but the most likely tokens whose probabilities add up to the limit (the first one always stays).
-
-    Returns (b, V), and the log (b,) of the mass that stays. All of it stays where the limit is 1.
-    """
+    """Zero all but the most likely tokens whose probabilities add up to the limit (the first one always stays). Returns
+    (b, V), and the log (b,) of the mass that stays. All of it stays where the limit is 1."""
     top_p = torch.tensor(limits, dtype=torch.float64, device=probs.device)
     ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
     dropped = (ordered.cumsum(dim=-1) - ordered) >= top_p[:, None]

@@ -46,13 +46,11 @@ _NOT_FITTING = (AttributeError, LookupError, RuntimeError, TypeError, ValueError
 
 
 def check_policy(model: Any, max_tokens: int, *, sampled: bool, trained: bool) -> None:
-    """Refuse a language model if trainer or sampler compute other log-probabilities than the model itself.
-
-    The model's weights and mode and the random state do not change. ``max_tokens`` are those of the longest trajectory;
-    ``sampled`` says whether ``TransformersSampler`` samples from the model, ``trained`` whether it is trained, so that
+    """Refuse a language model if trainer or sampler compute other log-probabilities than the model itself. The model's
+    weights and mode and the random state do not change. ``max_tokens`` are those of the longest trajectory; ``sampled``
+    says whether ``TransformersSampler`` samples from the model, ``trained`` whether it is trained, so that
     log-probabilities are also computed in training mode, without dropout. Raises ``UserError`` if they differ; the
-    message has the reason, the size of the difference and what to do.
-    """
+    message has the reason, the size of the difference and what to do."""
     check_length(model, max_tokens)
     with _undisturbed(model), short_spans(model, SPAN):
         rows = _random_rows(model, max_tokens)

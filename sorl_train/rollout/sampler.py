@@ -40,16 +40,12 @@ YIELDS = 6
 
 
 class TransformersSampler:
-    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring.
-
-    Each token takes one uniform random number, from a generator seeded by trajectory and turn, and inverts the
-    cumulative distribution. What a trajectory samples therefore does not depend on the others in its batch (except for
-    rounding in matrix products), and a run with in-process tools is reproducible bit for bit.
-
-    ``model`` is a causal language model of transformers, the trainer's own, so its weights are always the newest. The
-    tokenizer decodes the end of a turn to find stop strings. At most ``max_rows`` trajectories are in flight. For
-    ``dtype`` see ``compute_dtype``.
-    """
+    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring. Each token takes one uniform random number,
+    from a generator seeded by trajectory and turn, and inverts the cumulative distribution. What a trajectory samples
+    therefore does not depend on the others in its batch (except for rounding in matrix products), and a run with
+    in-process tools is reproducible bit for bit. ``model`` is a causal language model of transformers, the trainer's
+    own, so its weights are always the newest. The tokenizer decodes the end of a turn to find stop strings. At most
+    ``max_rows`` trajectories are in flight. For ``dtype`` see ``compute_dtype``."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, max_rows: int, dtype: str = "auto") -> None:
         self.model = model
@@ -99,14 +95,10 @@ class TransformersSampler:
         return RowCache(self.model, rows, compute_dtype(self._dtype, self._device), self._capacity)
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Sample one turn (see ``Sampler.generate``).
-
-        Raises:
-            ValueError: ``token_ids`` do not extend the session's earlier ones or are not in the vocabulary, the
-                session's last turn is still being sampled, or all rows are taken.
-            RuntimeError: no ``session()`` is open.
-            asyncio.CancelledError: the trajectory was released meanwhile, or the session ended.
-        """
+        """Sample one turn (see ``Sampler.generate``). Raises ``ValueError`` if ``token_ids`` do not extend the
+        session's earlier ones or are not in the vocabulary, the session's last turn is still being sampled, or all rows
+        are taken; ``RuntimeError`` if no ``session()`` is open; and ``asyncio.CancelledError`` if the trajectory was
+        released meanwhile, or the session ended."""
         row = self._row_for(session, token_ids)
         row.pending = list(token_ids[len(row.cached) :])
         row.params, row.drawn, row.log_probs = params, [], []

@@ -24,15 +24,11 @@ from sorl_train.models.forward import compute_dtype
 
 
 class VllmSampler:
-    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring.
-
-    Log-probabilities are those of the distribution that is sampled from, after the temperature and ``top_p``, as in
-    ``draw``.
-
-    ``model`` is the trainer's policy, whose weights are copied before each batch; ``folder`` is the model folder or hub
-    name from which vLLM builds the same model; ``max_tokens`` are those of the longest trajectory. Raises ``UserError``
-    if vLLM is not installed, or refuses the model.
-    """
+    """Implements ``sorl_env.rollout.Sampler``; see the module's docstring. Log-probabilities are those of the
+    distribution that is sampled from, after the temperature and ``top_p``, as in ``draw``. ``model`` is the trainer's
+    policy, whose weights are copied before each batch; ``folder`` is the model folder or hub name from which vLLM
+    builds the same model; ``max_tokens`` are those of the longest trajectory. Raises ``UserError`` if vLLM is not
+    installed, or refuses the model."""
 
     def __init__(
         self, model: Any, folder: str, max_tokens: int, settings: SamplerConfig, *, dtype: str, seed: int
@@ -89,12 +85,8 @@ class VllmSampler:
             self._driver = None
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
-        """Sample one turn (see ``Sampler.generate``).
-
-        Raises:
-            ValueError: the session's last turn is still being sampled.
-            asyncio.CancelledError: the trajectory was released meanwhile, or the session ended.
-        """
+        """Sample one turn (see ``Sampler.generate``). Raises ``ValueError`` if the session's last turn is still being
+        sampled, and ``asyncio.CancelledError`` if the trajectory was released meanwhile, or the session ended."""
         if self._requests.get(session) in self._replies:
             raise ValueError(f"session {session}: its last turn is still being sampled; await it first")
         request = f"{session}#{next(self._numbers)}"

@@ -156,10 +156,9 @@ def _refusal(first: Mapping[str, Any]) -> ChatError:
 def whole_reply(
     head: Mapping[str, Any], trajectory: Trajectory, unknown_words: Sequence[str]
 ) -> dict[str, Any]:
-    """A complete reply: the final answer is the message, the dialogue is in ``sorl``.
-
-    ``head`` has ``id``, ``created`` (seconds since 1970) and ``model``, as in all parts of one reply; ``unknown_words``
-    are those of the question that a policy with a closed vocabulary could not read."""
+    """A complete reply: the final answer is the message, the dialogue is in ``sorl``. ``head`` has ``id``, ``created``
+    (seconds since 1970) and ``model``, as in all parts of one reply; ``unknown_words`` are those of the question that a
+    policy with a closed vocabulary could not read."""
     message = {"role": "assistant", "content": final_answer(trajectory), "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(trajectory)}
     told = {"usage": usage(trajectory), "sorl": dialogue_facts(trajectory, unknown_words)}

@@ -94,14 +94,11 @@ def file_demos(
     system_prompt: str | None = None,
     tools: Collection[str] = (),
 ) -> list[Demo]:
-    """Demonstrations from the rows of a JSONL or Parquet file.
-
-    A row is a trajectory as a run writes it (``prompt``, and ``turns`` with ``text`` and ``observation``), or has
-    ``messages``: one from the ``user``, then ``assistant`` turns, each but the last followed by a ``tool`` (or
-    ``user``) message, which becomes the observation unchanged. No text of a row becomes a control token. ``tools`` are
-    the names of the task's tools (see ``encode_prompt``). Raises ``UserError`` for a row of another form or with more
-    than ``max_tokens``; the message names file and line.
-    """
+    """Demonstrations from the rows of a JSONL or Parquet file. A row is a trajectory as a run writes it (``prompt``,
+    and ``turns`` with ``text`` and ``observation``), or has ``messages``: one from the ``user``, then ``assistant``
+    turns, each but the last followed by a ``tool`` (or ``user``) message, which becomes the observation unchanged. No
+    text of a row becomes a control token. ``tools`` are the names of the task's tools (see ``encode_prompt``). Raises
+    ``UserError`` for a row of another form or with more than ``max_tokens``; the message names file and line."""
     demos = []
     for where, row in read_rows(path):
         prompt, parts = _dialogue(row, where)

@@ -48,13 +48,11 @@ def open_encoder(
     passage_prefix: str | None = None,
     device: str | None = None,
 ) -> Encoder:
-    """The encoder of a model: at ``address`` if there is one, or else in this process.
-
-    ``model`` is a model folder or a name; ``address`` is that of a server with OpenAI's embeddings API, such as
-    ``http://127.0.0.1:8080/v1``. A prefix is text before each query or passage; None takes it from the model's
-    configuration or name. ``device`` is a torch device, for a model in this process; None takes a GPU if there is one.
-    Raises ``UserError`` if no model is named, there is no such model, or the server does not answer.
-    """
+    """The encoder of a model: at ``address`` if there is one, or else in this process. ``model`` is a model folder or a
+    name; ``address`` is that of a server with OpenAI's embeddings API, such as ``http://127.0.0.1:8080/v1``. A prefix
+    is text before each query or passage; None takes it from the model's configuration or name. ``device`` is a torch
+    device, for a model in this process; None takes a GPU if there is one. Raises ``UserError`` if no model is named,
+    there is no such model, or the server does not answer."""
     if not model:
         raise UserError("a dense index needs --model: a model folder, or a name such as intfloat/e5-base-v2")
     if address is not None and device is not None:

@@ -179,15 +179,12 @@ class Index:
 
 
 def open_index(path: str | Path, *, model: str | None = None, device: str | None = None) -> Index:
-    """Open a folder built by ``sorl-index``. Its files are memory-mapped, so processes share one copy of them.
-
-    All files are read once and compared with their hashes, so a damaged index is refused and never searched.
-
-    ``model`` is the folder or name of the embedding model, or the address of its server, if it has moved since the
-    build; BM25 ignores it. ``device`` is the torch device that embeds the queries, such as ``cuda:0``; None takes a GPU
-    if there is one. Raises ``UserError`` if there is no index, it is unfinished or damaged, or a package or model that
-    it needs is missing.
-    """
+    """Open a folder built by ``sorl-index``. Its files are memory-mapped, so processes share one copy of them. All
+    files are read once and compared with their hashes, so a damaged index is refused and never searched. ``model`` is
+    the folder or name of the embedding model, or the address of its server, if it has moved since the build; BM25
+    ignores it. ``device`` is the torch device that embeds the queries, such as ``cuda:0``; None takes a GPU if there is
+    one. Raises ``UserError`` if there is no index, it is unfinished or damaged, or a package or model that it needs is
+    missing."""
     folder = Path(path).expanduser()
     manifest = read_manifest(folder)
     if damaged := find_damage(folder, manifest):

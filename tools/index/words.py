@@ -79,15 +79,12 @@ def open_words(folder: Path, passages: int) -> Any:
 
 
 class Bm25:
-    """Finds the best passages in a bm25s index. Threads may share one; each has its own sums.
-
-    The compiled search adds the same float32 numbers in the same order as bm25s, so its scores are equal to the last
-    bit. It looks only at passages that share a word with the query, so its work grows with the postings of the query's
-    words and not with the corpus, and equal scores keep the order of the corpus; bm25s' own compiled search does
-    neither. A second thread would not make a query faster: adding scores is limited by the speed of memory.
-
-    ``index`` is a bm25s index without scores for absent words (Lucene's BM25 has none).
-    """
+    """Finds the best passages in a bm25s index. Threads may share one; each has its own sums. The compiled search adds
+    the same float32 numbers in the same order as bm25s, so its scores are equal to the last bit. It looks only at
+    passages that share a word with the query, so its work grows with the postings of the query's words and not with the
+    corpus, and equal scores keep the order of the corpus; bm25s' own compiled search does neither. A second thread
+    would not make a query faster: adding scores is limited by the speed of memory. ``index`` is a bm25s index without
+    scores for absent words (Lucene's BM25 has none)."""
 
     def __init__(self, index: Any) -> None:
         self._index = index

@@ -198,15 +198,10 @@ class _Connection:
 
 
 class McpServer:
-    """A server, with one connection at a time.
-
-    After a failed call the connection is given up: calls in progress keep it to their end, later ones get a new one,
-    and a command is started again.
-
-    For ``server`` see ``Target``; ``timeout_s`` is for each call, and for connecting. A server that ``keeps_state``
-    remembers earlier calls. After a failed call it is then out for good, because a new connection would have forgotten
-    them.
-    """
+    """A server, with one connection at a time. After a failed call the connection is given up: calls in progress keep
+    it to their end, later ones get a new one, and a command is started again. For ``server`` see ``Target``;
+    ``timeout_s`` is for each call, and for connecting. A server that ``keeps_state`` remembers earlier calls. After a
+    failed call it is then out for good, because a new connection would have forgotten them."""
 
     def __init__(self, server: Any, timeout_s: float = 30.0, *, keeps_state: bool = False) -> None:
         self.target = server if isinstance(server, Target) else Target(server)
@@ -218,11 +213,8 @@ class McpServer:
         self._lost: str | None = None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> mcp_types.CallToolResult:
-        """Call a tool and wait for its result.
-
-        Raises ToolInputError if the server refused the arguments, and ToolUnavailableError without a connection, after
-        a time-out, or if the reply breaks the protocol.
-        """
+        """Call a tool and wait for its result. Raises ToolInputError if the server refused the arguments, and
+        ToolUnavailableError without a connection, after a time-out, or if the reply breaks the protocol."""
         result: mcp_types.CallToolResult = self._use(lambda client: client.call_tool(name, dict(arguments)))
         return result
 

@@ -34,12 +34,9 @@ _KEPT: dict[str, tuple[type, ...]] = {
 
 
 class McpTool:
-    """One tool of a server that all episodes share.
-
-    Raises:
-        ToolInputError: when called: the server refused the arguments, or its result is an error.
-        ToolUnavailableError: when called: no connection, a time-out, or a reply that breaks the protocol.
-    """
+    """One tool of a server that all episodes share. A call raises ``ToolInputError`` if the server refused the
+    arguments, or its result is an error, and ``ToolUnavailableError`` without a connection, after a time-out, or for a
+    reply that breaks the protocol."""
 
     inline = False
 
@@ -146,11 +143,9 @@ def tag_of(name: str) -> str:
 
 
 def readable_schema(schema: Any, where: str) -> dict[str, Any]:
-    """The part of a tool's schema that a toolbox checks arguments against; the server checks the rest itself.
-
-    What a toolbox does not know (``$ref``, ``oneOf``, ``pattern``) is left out, so that anything is allowed there.
-    Raises UserError if it is not the schema of an object.
-    """
+    """The part of a tool's schema that a toolbox checks arguments against; the server checks the rest itself. What a
+    toolbox does not know (``$ref``, ``oneOf``, ``pattern``) is left out, so that anything is allowed there. Raises
+    UserError if it is not the schema of an object."""
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         raise UserError(
             f"{where}: its schema {quoted(repr(schema))} is not that of an object with parameters"
@@ -181,9 +176,7 @@ def _readable(schema: Any, depth: int) -> dict[str, Any]:
 
 def reply_of(result: mcp_types.CallToolResult) -> ToolReply:
     """The text of a result. What is no text is named and left out; a result without any is its structured content.
-
-    Raises ToolInputError if the result is an error; the policy reads it.
-    """
+    Raises ToolInputError if the result is an error; the policy reads it."""
     text = "\n".join(filter(None, map(_text_of, result.content)))
     if not result.content and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)

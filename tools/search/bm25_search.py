@@ -36,16 +36,13 @@ def search_tool(settings: ToolSettings, sample: Path) -> BM25Search | HttpSearch
 
 
 class BM25Search:
-    """BM25 (Lucene's, k1 = 1.5, b = 0.75) with English stemming and stop words, on one core.
-
-    numpy adds the scores, and the best passages are taken by repeated argmax: a query takes 0.1 ms on 44,000 passages,
-    tokenization included. The compiled search of ``sorl-serve`` is several times as fast, but takes a second to start.
-
-    A search returns at most ``top_k`` passages; one that shares no word with the query is never among them. ``words``
-    is the BM25 index of the passages; None builds it now. ``fingerprint`` identifies the corpus in a run's manifest;
-    None takes a hash of the passages. With ``is_sample`` they are a task's embedded sample; the environment warns if
-    the questions are real. Raises ``UserError`` if no passage has a word in it.
-    """
+    """BM25 (Lucene's, k1 = 1.5, b = 0.75) with English stemming and stop words, on one core. numpy adds the scores, and
+    the best passages are taken by repeated argmax: a query takes 0.1 ms on 44,000 passages, tokenization included. The
+    compiled search of ``sorl-serve`` is several times as fast, but takes a second to start. A search returns at most
+    ``top_k`` passages; one that shares no word with the query is never among them. ``words`` is the BM25 index of the
+    passages; None builds it now. ``fingerprint`` identifies the corpus in a run's manifest; None takes a hash of the
+    passages. With ``is_sample`` they are a task's embedded sample; the environment warns if the questions are real.
+    Raises ``UserError`` if no passage has a word in it."""
 
     name = "search"
     description = DESCRIPTION

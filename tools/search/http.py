@@ -103,22 +103,16 @@ MAX_REPLY_BYTES = 16 << 20  # servers send some kilobytes
 
 class HttpSearch:
     """A client of retrieval servers: ``POST {"queries": [query], "topk": k, "return_scores": true}`` to ``/retrieve``.
-
     Calls take the servers in turn, and a call asks the next one if a server fails. Whether the whole call is repeated
-    is decided by the toolbox. Connections are pooled: one pool for threads, and one for each event loop.
-
-    ``url`` is the address of a server, or of several that hold the same index: a list, or addresses separated by
-    commas; ``/retrieve`` is added to an address without a path. ``timeout_s`` is for one call; a request to one of
-    several servers gets an equal share of it. ``cache`` keeps replies by the fingerprint of the index, and a reply from
-    it says ``cached``; servers that do not send one (others than ``sorl-serve``) must not change their index while a
-    cache file is in use. ``token`` is sent as ``Authorization: Bearer``; None takes the environment variable
-    ``SORL_SEARCH_TOKEN``.
-
-    Raises ``UserError`` if ``url`` is not an http or https address. A call raises ``ToolInputError`` if the query is
-    longer than servers accept; ``ToolUnavailableError`` without a connection, after a time-out, for 5xx, 408, 429, or a
-    reply that breaks the protocol; and ``ValueError`` for another 4xx, so the request, the token or the address is
-    wrong.
-    """
+    is decided by the toolbox. Connections are pooled: one pool for threads, and one for each event loop. ``url`` is the
+    address of a server, or of several that hold the same index: a list, or addresses separated by commas; ``/retrieve``
+    is added to an address without a path. ``timeout_s`` is for one call; a request to one of several servers gets an
+    equal share of it. ``cache`` keeps replies by the fingerprint of the index, and a reply from it says ``cached``;
+    servers that do not send one (others than ``sorl-serve``) must not change their index while a cache file is in use.
+    ``token`` is sent as ``Authorization: Bearer``; None takes the environment variable ``SORL_SEARCH_TOKEN``. Raises
+    ``UserError`` if ``url`` is not an http or https address. A call raises ``ToolInputError`` if the query is longer
+    than servers accept; ``ToolUnavailableError`` without a connection, after a time-out, for 5xx, 408, 429, or a reply
+    that breaks the protocol; and ``ValueError`` for another 4xx, so the request, the token or the address is wrong."""
 
     name = "search"
     description = DESCRIPTION

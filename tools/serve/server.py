@@ -128,11 +128,9 @@ def check_source(path: Path) -> None:
 def open_source(
     path: Path, *, model: str | None = None, device: str | None = None
 ) -> tuple[Index, dict[str, Any]]:
-    """Open an index folder, or a corpus file, whose BM25 index is built once and kept in the cache folder.
-
-    Returns the index, and what ``/health`` says about it. Raises UserError if it is neither, cannot be read, or a model
-    or a device is given although nothing is embedded.
-    """
+    """Open an index folder, or a corpus file, whose BM25 index is built once and kept in the cache folder. Returns the
+    index, and what ``/health`` says about it. Raises UserError if it is neither, cannot be read, or a model or a device
+    is given although nothing is embedded."""
     check_source(path)
     if path.is_file():
         index, fingerprint = open_bm25(path)
@@ -192,13 +190,11 @@ OnReady = Callable[[dict[str, Any]], None]
 def serve_with_workers(
     args: argparse.Namespace, settings: ServerSettings, port: int, on_ready: OnReady
 ) -> int:
-    """Serve until a signal; returns the exit status.
-
-    Each worker listens on its own socket with SO_REUSEPORT, so that the kernel distributes the connections evenly.
-    With a single shared socket, the first worker to wake up would take all connections and keep them. The first worker
-    opens the index alone, which may build and compile what is not in the cache folder, and calls ``on_ready`` once.
-    The caller keeps a socket bound to ``port``. After a SIGINT, KeyboardInterrupt is raised when all have ended.
-    """
+    """Serve until a signal; returns the exit status. Each worker listens on its own socket with SO_REUSEPORT, so that
+    the kernel distributes the connections evenly. With a single shared socket, the first worker to wake up would take
+    all connections and keep them. The first worker opens the index alone, which may build and compile what is not in
+    the cache folder, and calls ``on_ready`` once. The caller keeps a socket bound to ``port``. After a SIGINT,
+    KeyboardInterrupt is raised when all have ended."""
     from prometheus_client.multiprocess import mark_process_dead
 
     context = multiprocessing.get_context("spawn")

@@ -66,15 +66,13 @@ def build(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Build an index in the folder ``out``, or finish a build that was interrupted there.
-
-    ``sources`` are files and folders that hold the passages (see ``Corpus``); ``backend`` is ``bm25``, ``dense`` or
-    ``hybrid``; ``k1`` and ``b`` are of BM25 (the recall figures of docs/search.md were measured with the defaults);
-    ``dense`` says how passages become vectors; ``restart`` deletes the index in ``out`` first, finished or not. In a
-    hybrid, a passage scores ``1 / (rrf_k + rank)`` in each part where its rank is at most ``depth``. The usual 60 for
-    ``rrf_k`` is for long result lists. An agent reads three passages; with 1, the first of each part is among them.
-    Raises ``UserError`` if the corpus cannot be read, an option does not fit, or ``out`` holds something else.
-    """
+    """Build an index in the folder ``out``, or finish a build that was interrupted there. ``sources`` are files and
+    folders that hold the passages (see ``Corpus``); ``backend`` is ``bm25``, ``dense`` or ``hybrid``; ``k1`` and ``b``
+    are of BM25 (the recall figures of docs/search.md were measured with the defaults); ``dense`` says how passages
+    become vectors; ``restart`` deletes the index in ``out`` first, finished or not. In a hybrid, a passage scores ``1 /
+    (rrf_k + rank)`` in each part where its rank is at most ``depth``. The usual 60 for ``rrf_k`` is for long result
+    lists. An agent reads three passages; with 1, the first of each part is among them. Raises ``UserError`` if the
+    corpus cannot be read, an option does not fit, or ``out`` holds something else."""
     corpus = Corpus(sources)
     options: dict[str, dict[str, Any]] = {}
     encoder = None
