@@ -166,10 +166,9 @@ class Toolbox:
         if refused or not isinstance(result, Exception):
             try:
                 reply = ToolReply.received(str(result) if refused else result, self.max_reply_chars)
-                said = (reply.text, not refused, reply.text if refused else None)
-                return ToolCall(
-                    *request, *said, latency_s, reply.hits, attempts, reply.cached, reply.cut_from
-                )
+                why = reply.text if refused else None
+                facts = (latency_s, reply.hits, attempts, reply.cached, reply.cut_from)
+                return ToolCall(request.tool, request.argument, reply.text, not refused, why, *facts)
             except TypeError as error:
                 result = error
         if _is_outage(result):
