@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from sorl_env.envs.tool_use import ToolUseEnv
-from sorl_env.rollout import RolloutJob, RolloutSettings, collect
+from sorl_env.rollout import RolloutJob
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.seeds import generator
 from sorl_train.config.settings import TrainConfig
@@ -23,9 +22,9 @@ from sorl_train.models import packing
 from sorl_train.models.forward import action_stats
 from sorl_train.models.packing import enable_packing
 from sorl_train.models.policy import load_critic, load_policy, load_tokenizer
-from sorl_train.rollout.sampler import TransformersSampler
 
 from ..conftest import short_config, weights_of
+from ..rollout.test_sampler import roll
 from .test_batch import trajectory
 
 
@@ -122,7 +121,8 @@ def test_packed_rows_take_the_same_step(
     packs: list[bool] = []
     packing_pack = packing.pack
     monkeypatch.setattr(packing, "pack", lambda *args: packs.append(True) or packing_pack(*args))
-    found = rollouts_of(tiny_folder, minihop_env, prompts=2, group=4)
+    jobs = [RolloutJob(f"g{i}/{j}", f"g{i}", i, seed=100 * i + j) for i in range(2) for j in range(4)]
+    found, _ = roll(minihop_env, load_policy(tiny_folder), load_tokenizer(tiny_folder), jobs, 16)
     batch = off_policy(collate(found))
     options = {"loss.clip_bias_norm": "logit", "loss.clip_bias_delta": 1e-3}
     padded, one = step(tiny_folder, batch, short_config(**options, **{"update.micro_batch_size": 8}))
@@ -134,19 +134,6 @@ def test_packed_rows_take_the_same_step(
     torch.testing.assert_close(packed, padded, atol=1e-6, rtol=1e-5)
     for name in ("loss/normalizer", "loss/policy", "loss/entropy", "loss/grad_norm", "loss/clip_frac"):
         assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7)
-
-
-def rollouts_of(folder: str, env: ToolUseEnv, prompts: int, group: int) -> list[Trajectory]:
-    """Several rollouts of each prompt, which differ in their seeds."""
-    model, tokenizer = load_policy(folder), load_tokenizer(folder)
-    sampler = TransformersSampler(model, tokenizer, 16)
-    jobs = [
-        RolloutJob(f"g{i}/{j}", f"g{i}", example_index=i, seed=100 * i + j)
-        for i in range(prompts)
-        for j in range(group)
-    ]
-    with sampler.session():
-        return asyncio.run(collect(env, tokenizer, sampler, jobs, RolloutSettings(max_concurrency=16)))
 
 
 def test_targets_agree_under_sgd_and_differ_under_adam(

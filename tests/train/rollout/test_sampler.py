@@ -45,13 +45,19 @@ class Recorder:
 
 
 def roll(
-    env: ToolUseEnv, model: Any, tokenizer: Any, count: int, max_rows: int = 64, **how: float
+    env: ToolUseEnv,
+    model: Any,
+    tokenizer: Any,
+    wanted: int | list[RolloutJob],
+    max_rows: int = 64,
+    **how: float,
 ) -> tuple[list[Trajectory], dict[str, list[int]]]:
     sampler = TransformersSampler(model, tokenizer, max_rows)
     recorder = Recorder(sampler)
     settings = RolloutSettings(max_concurrency=max_rows, **how)  # type: ignore[arg-type]
     with sampler.session():
-        trajectories = asyncio.run(collect(env, tokenizer, recorder, jobs(count), settings))
+        wanted = jobs(wanted) if isinstance(wanted, int) else wanted
+        trajectories = asyncio.run(collect(env, tokenizer, recorder, wanted, settings))
     return trajectories, recorder.seen
 
 
