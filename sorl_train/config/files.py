@@ -77,9 +77,8 @@ def read_resolved(
 ) -> TrainConfig:
     """The config that a run folder has saved, with overrides on top. Raises as ``load_config`` does.
 
-    Args:
-        check: see that the settings fit together, which imports an algorithm of the user's own. False is for those who
-            only read what the settings were: that algorithm may be gone by now.
+    ``check`` sees that the settings fit together, which imports an algorithm of the user's own. Those who only read
+    what the settings were turn it off: that algorithm may be gone by now.
     """
     top = nest(overrides or {})
     build(top)

@@ -39,14 +39,9 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Judged:
-    """What happened to a run, and what the alarm said.
-
-    Attributes:
-        lost: the collapse step, from which on success stayed below half of its best so far; None: no collapse.
-        alarm: the first alarm.
-        strain: the highest strain; of a collapsed run only up to ``AHEAD`` steps before the collapse (None: it had
-            no such step).
-    """
+    """What happened to a run: the step from which on success stayed below half of its best so far (None: no collapse),
+    the first alarm, and the highest strain; of a collapsed run the strain up to ``AHEAD`` steps before the collapse
+    (None: it had no such step)."""
 
     lost: int | None
     alarm: Alarm | None

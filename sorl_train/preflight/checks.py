@@ -44,7 +44,7 @@ LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers 
 
 def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
     """What the checks of these names find, in order; without names all checks."""
-    checks: dict[str, tuple[Callable[[Run], Iterable[Finding]], str]] = {
+    checks: dict[str, tuple[Callable[[Run], Iterable[Finding] | None], str]] = {
         "settings": (_settings, ""),
         "versions": (_versions, ""),
         "task": (_task, "correct --task or --task_args"),
@@ -65,7 +65,7 @@ def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
         if names and name not in names:
             continue
         try:
-            for finding in check(run):
+            for finding in check(run) or ():
                 run.failed = run.failed or finding.status == "fail"
                 yield finding
         except UserError as error:
@@ -74,24 +74,21 @@ def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
 
 
 # Checks without findings of their own: ``examine`` reports what they raise.
-def _settings(run: Run) -> tuple[()]:
+def _settings(run: Run) -> None:
     check_settings(run.config)
-    return ()
 
 
-def _versions(run: Run) -> tuple[()]:
+def _versions(run: Run) -> None:
     if run.config.engine == "openrlhf":
         check_versions()
         check_attention(run.config.cluster.flags)
-    return ()
 
 
-def _task(run: Run) -> tuple[()]:
+def _task(run: Run) -> None:
     run.task = load_task(run.config.task, **run.config.task_args)
-    return ()
 
 
-def _weights(run: Run) -> tuple[()]:
+def _weights(run: Run) -> None:
     """Whether the model's files of weights are whole, as far as their headers and sizes tell."""
     folder = Path(run.config.model)
     weights = sorted(folder.glob("*.safetensors"))
@@ -103,12 +100,10 @@ def _weights(run: Run) -> tuple[()]:
                 pass
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a whole safetensors file ({error})") from error
-    return ()
 
 
-def _cache(run: Run) -> tuple[()]:
+def _cache(run: Run) -> None:
     _writable(cache_folder().absolute())
-    return ()
 
 
 def _data(run: Run) -> Iterator[Finding]:

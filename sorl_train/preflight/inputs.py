@@ -127,10 +127,8 @@ class Finding:
 class Run:
     """What is known of the run. Checks fill in the last three attributes, on which later ones build.
 
-    Attributes:
-        index: the folder that the server at ``search.url`` should serve.
-        new: whether the run begins a folder of its own, in which no other run may be.
-        failed: whether a check has failed.
+    The server at ``search.url`` should serve the folder ``index``. A ``new`` run begins a folder of its own, in which
+    no other run may be.
     """
 
     config: TrainConfig

@@ -21,13 +21,10 @@ _HUB = "hf:"
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one published split.
+    """The rows of one published split, each with the place where it is, for messages.
 
-    Attributes:
-        name: the file's name, or ``hf:owner/name:config``. It goes into the manifest, so it is never a path.
-        split: the publisher's name of the split; empty for a file.
-        sha256: hash of the file's bytes, or of the rows in order where there is no single file.
-        rows: each with the place where it is, for messages.
+    ``name`` is the file's, or ``hf:owner/name:config``; it goes into the manifest, so it is never a path. ``split`` is
+    the publisher's name, empty for a file. The hash is of the file's bytes, or of the rows where there is no one file.
     """
 
     name: str

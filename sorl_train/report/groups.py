@@ -35,12 +35,8 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with the same settings but for the seed.
-
-    Attributes:
-        settings: the settings in which groups differ, with this group's values (None where not set).
-        members: the positions of its runs.
-    """
+    """Runs with the same settings but for the seed: their positions, and the values of the settings in which groups
+    differ (None where one is not set)."""
 
     label: str
     settings: Mapping[str, Any]

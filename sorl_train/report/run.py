@@ -29,18 +29,12 @@ _LEARNING = ("optim.", "update.", "rollout.", "replay.", "correction.", "overlon
 
 @dataclass(frozen=True)
 class ReportRun:
-    """One run as the page shows it.
+    """One run as the page shows it: its settings by dotted name, and the lines of its logs by step.
 
-    Attributes:
-        config: the settings by dotted name.
-        metrics, timings: one mapping per step, with its ``step``, in order.
-        results: the numbers of ``summary.json``, or as of the last step, and those of a run's stability that are known
-            (see ``sorl_train.run.stability.measure``).
-        cell: in a study, the name that this run shares with those that differ in the seed alone.
-        events: what happened in the run, such as a collapse alarm; each with ``step``, ``kind`` and ``reason``.
-        finished: whether the run wrote its summary.
-        data_samples: which of its data are only an embedded sample of a benchmark.
-        notes: what is missing or unreadable.
+    ``results`` are the numbers of ``summary.json``, or as of the last step, and those of its stability that are known
+    (``sorl_train.run.stability.measure``). ``cell`` is, in a study, the name that it shares with the runs that differ
+    in the seed alone. ``finished`` says whether it wrote its summary, ``data_samples`` which of its data are only an
+    embedded sample of a benchmark, and ``notes`` what is missing or unreadable.
     """
 
     label: str

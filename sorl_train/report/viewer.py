@@ -54,13 +54,8 @@ StepFile = tuple[Kind, int, Path]
 
 @dataclass
 class ViewerPage:
-    """The dialogues of a page.
-
-    Attributes:
-        rows: what the list shows of each dialogue; row i is dialogue ``i % CHUNK`` of chunk ``i // CHUNK``.
-        chunks: the compressed dialogues.
-        found: how many dialogues the run saved, shown or not.
-    """
+    """The dialogues of a page: what the list shows of each, and the dialogues themselves, compressed; row i is dialogue
+    ``i % CHUNK`` of chunk ``i // CHUNK``. ``found`` is the number of dialogues that the run saved, shown or not."""
 
     rows: list[dict[str, Any]]
     chunks: list[str]

@@ -218,13 +218,8 @@ class Recorder:
     def save_checkpoint(
         self, step: int, save_policy: Writer, save_rest: Writer, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Write the checkpoint of ``step`` and delete those that are no longer kept.
-
-        Args:
-            save_policy: writes the policy as a transformers folder.
-            save_rest: writes what else the engine needs for a resume.
-            state: the engine's own values, which ``restore`` gives back.
-        """
+        """Write the checkpoint of ``step`` and delete those that are no longer kept. ``save_policy`` writes the policy
+        as a transformers folder, ``save_rest`` what else a resume needs; ``restore`` gives ``state`` back."""
         with self._policy_folder(checkpoint_name(step), step, save_policy, best=False) as folder:
             save_rest(folder)
             own = {

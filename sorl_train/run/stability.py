@@ -98,8 +98,7 @@ SMALLEST_PEAK = 0.05  # below it a run has nothing that it could keep
 def success_curve(run_dir: Path) -> list[tuple[int, float]]:
     """Step and success of each evaluation that was not lost to excluded trajectories."""
     lines = read_jsonl(RunDir(run_dir).metrics)
-    evaluated = [line for line in lines if "eval/success" in line]
-    return [(line["step"], success) for line in evaluated if (success := line["eval/success"]) is not None]
+    return [(line["step"], success) for line in lines if (success := line.get("eval/success")) is not None]
 
 
 def learned(success: Sequence[float], questions: float) -> bool:
@@ -142,8 +141,8 @@ def measure(run_dir: Path) -> dict[str, float]:
         moves_back: how often the trust region moved weights back; NaN without one.
         clip_frac: mean share of clipped tokens.
     """
-    lines = list(read_jsonl(RunDir(run_dir).metrics))
-    evaluated = [line for line in lines if "eval/success" in line and line["eval/success"] is not None]
+    lines = read_jsonl(RunDir(run_dir).metrics)
+    evaluated = [line for line in lines if line.get("eval/success") is not None]
     trained = [line for line in lines if "loss/grad_norm" in line]
     if not evaluated or not trained:
         raise UserError(f"{run_dir}: no evaluation or no training step in its metrics")
