@@ -39,38 +39,27 @@ def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
 class Algorithm:
     """What tells one algorithm from another.
 
-    Attributes:
-        ratio: the tokens that share an importance ratio: each token has its own, or a turn or the whole sequence has
-            one.
-        advantage: ``gae`` estimates advantages with a learned critic. The others compare the rollouts of one prompt
-            with each other, so they need ``rollout.group_size`` of at least 2: ``group`` by their total rewards,
-            ``turn_group`` also by the reward of each turn, and ``state_group`` also by what followed from a state that
-            several of their turns started in (``sorl_train.losses.advantages``).
-        normalize: scale steps down when the clipping bias is large (eq:ST_PPO_mc, eq:GRPO_MC).
-        about: one line for ``--help`` and docs/algorithms.md.
-        equation: label of the objective in the paper, or where else it comes from.
-        surrogate: the objective of each token: a name of ``sorl_train.losses.policy.SURROGATES``, or a function of
-            importance ratios (N,), advantages (N,) and a ``ClipRange`` that returns (N,) values to maximize.
-        defaults: settings by dotted name that come with the algorithm, such as the clip range that its paper
-            publishes. A config file and the command line win over them.
-        published: settings that its paper publishes and that are not applied. The documentation shows them.
-        source: where the objective was published, as ``arXiv:2506.13585``.
-        when: when to use it, for docs/algorithms.md.
-
-    Raises:
-        ValueError: for an unknown ratio level, kind of advantage or surrogate, or a value of another type.
+    Raises ValueError for an unknown ratio level, kind of advantage or surrogate, or a value of another type.
     """
 
-    ratio: RatioLevel
+    ratio: RatioLevel  # the tokens that share an importance ratio: one token, a turn or the whole sequence
+    # ``gae`` estimates advantages with a learned critic. The others compare the rollouts of one prompt with each other,
+    # so they need ``rollout.group_size`` of at least 2: ``group`` by their total rewards, ``turn_group`` also by the
+    # reward of each turn, and ``state_group`` also by what followed from a state that several of their turns started in
     advantage: AdvantageKind
-    normalize: bool = False
-    about: str = ""
-    equation: str = ""
+    normalize: bool = False  # scale steps down when the clipping bias is large (eq:ST_PPO_mc, eq:GRPO_MC)
+    about: str = ""  # one line for --help and docs/algorithms.md
+    equation: str = ""  # label of the objective in the paper, or where else it comes from
+    # the objective of each token: a name of ``sorl_train.losses.policy.SURROGATES``, or a function of importance ratios
+    # (N,), advantages (N,) and a ``ClipRange`` that returns (N,) values to maximize
     surrogate: Callable[..., Any] | SurrogateName = "clipped"
+    # settings by dotted name that come with the algorithm, such as the clip range that its paper publishes. A config
+    # file and the command line win over them
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    # settings that its paper publishes and that are not applied, for the documentation
     published: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    source: str = ""
-    when: str = ""
+    source: str = ""  # where the objective was published, as arXiv:2506.13585
+    when: str = ""  # when to use it, for docs/algorithms.md
 
     def __post_init__(self) -> None:
         check_choice("ratio level", self.ratio, get_args(RatioLevel))
