@@ -7,6 +7,7 @@ What is a setting of ``sorl-train``, too, has the same name here, the same form 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -37,10 +38,7 @@ _OF_A_TASK = ("data", "search.corpus", "search.url")  # options that may differ 
 def make_parser(prog: str, **settings: Any) -> Parser:
     """A parser to which `add_options` can be added. Its help fits a screen: settings that ``sorl-train`` has, too, are
     explained there."""
-
-    def formatter(prog: str) -> argparse.HelpFormatter:
-        return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
-
+    formatter: Any = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
     return Parser(prog=prog, mappings=(_KNOBS,), formatter_class=formatter, **settings)
 
 

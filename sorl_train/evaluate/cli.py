@@ -158,10 +158,7 @@ def _check_prompts(policy: Policy, envs: Mapping[str, TextEnv], jobs: Sequence[J
 
 
 def _settings(
-    args: argparse.Namespace,
-    source: PolicySource | None,
-    envs: Mapping[str, TextEnv],
-    label: str,
+    args: argparse.Namespace, source: PolicySource | None, envs: Mapping[str, TextEnv], label: str
 ) -> dict[str, Any]:
     rollout = rollout_settings(args, source)
     formats = {format_of(env) for env in envs.values()}

@@ -92,11 +92,7 @@ class VllmSampler:
         request = f"{session}#{next(self._numbers)}"
         self._requests[session] = request
         reply = self._replies[request] = asyncio.get_running_loop().create_future()
-        self._engine.add_request(
-            request,
-            {"prompt_token_ids": list(token_ids)},
-            vllm_params(params),
-        )
+        self._engine.add_request(request, {"prompt_token_ids": list(token_ids)}, vllm_params(params))
         if self._driver is None or self._driver.done():
             self._driver = asyncio.ensure_future(self._drive())
         try:

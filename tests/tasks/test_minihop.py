@@ -12,14 +12,7 @@ import pytest
 from sorl_env import Example, Task, ToolSettings, ToolUseEnv, UserError, load_examples, parse_turn
 from sorl_env.commands.check_task import check_task
 from sorl_tasks.minihop import TASK, expert_turn, minihop
-from sorl_tasks.minihop_world import (
-    NAME_PARTS,
-    Chain,
-    World,
-    WorldSpec,
-    generate_world,
-    world_words,
-)
+from sorl_tasks.minihop_world import NAME_PARTS, Chain, World, WorldSpec, generate_world, world_words
 from sorl_tools.index.words import tokenize
 
 SPEC = WorldSpec(seed=0, entities=6000, lookalikes=25.0, distractors=0.5, test_share=0.1)

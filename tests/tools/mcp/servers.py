@@ -40,9 +40,13 @@ def stock_server() -> Any:
     return server
 
 
-def answer(identity: Any, result: Any) -> None:
-    sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": identity, "result": result}) + "\n")
+def send(identity: Any, **fields: Any) -> None:
+    sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": identity, **fields}) + "\n")
     sys.stdout.flush()
+
+
+def answer(identity: Any, result: Any) -> None:
+    send(identity, result=result)
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -62,9 +66,7 @@ def lie(what: str) -> None:
         message = json.loads(line)
         method, identity = message["method"], message.get("id")
         if method == "server/discover":
-            error = {"code": -32601, "message": "unknown"}
-            sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": identity, "error": error}) + "\n")
-            sys.stdout.flush()
+            send(identity, error={"code": -32601, "message": "unknown"})
         elif method == "initialize":
             if what == "hang at once":
                 time.sleep(3600)
@@ -111,18 +113,14 @@ def call(what: str, identity: Any) -> None:
     elif what == "null":
         answer(identity, None)
     elif what == "surrogate":
-        said = json.dumps({"jsonrpc": "2.0", "id": identity, "result": text("half a pair")})
-        sys.stdout.write(said.replace("half", "\\ud800") + "\n")
-        sys.stdout.flush()
+        answer(identity, text("\ud800 a pair"))  # JSON escapes it
     elif what == "image":
         image = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
         answer(identity, {"content": [image, {"type": "text", "text": "a shelf"}]})
     elif what == "is_error":
         answer(identity, {**text("there is no such shelf"), "isError": True})
     elif what == "bug":
-        error = {"code": -32603, "message": "something broke"}
-        sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": identity, "error": error}) + "\n")
-        sys.stdout.flush()
+        send(identity, error={"code": -32603, "message": "something broke"})
     else:
         answer(identity, text(f"{os.getpid()}"))
 

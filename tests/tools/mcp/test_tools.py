@@ -138,12 +138,7 @@ def test_odd_answers(box: Box, lie: str, reply: str, is_ok: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        ("die", "Connection closed"),
-        ("no content", "content"),
-        ("bug", "something broke"),
-    ],
+    ("lie", "message"), [("die", "Connection closed"), ("no content", "content"), ("bug", "something broke")]
 )
 def test_what_is_an_outage(box: Box, lie: str, message: str) -> None:
     toolbox = box(command("liar", *lie.split()))

@@ -10,12 +10,7 @@ import pytest
 
 from sorl_tools.corpus import Passage
 from sorl_tools.http_server.app import RequestError
-from sorl_tools.serve.protocol import (
-    RequestLimits,
-    RetrieveRequest,
-    encode_result,
-    parse_request,
-)
+from sorl_tools.serve.protocol import RequestLimits, RetrieveRequest, encode_result, parse_request
 
 LIMITS = RequestLimits(max_queries=3, max_query_chars=5, max_top_k=10, default_top_k=4)
 

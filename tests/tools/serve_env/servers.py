@@ -37,11 +37,7 @@ class Process:
         self.log = folder / f"server-{port}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [openenv_python(), *arguments],
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-                env=os.environ | variables,
+                [openenv_python(), *arguments], cwd=folder, stdout=log, stderr=log, env=os.environ | variables
             )
         deadline = time.monotonic() + 600
         while True:

@@ -81,11 +81,7 @@ def test_only_large_matrices_of_plain_layers_are_packed() -> None:
 
     side = int(LARGE**0.5)
     model = nn.ModuleDict(
-        {
-            "large": nn.Linear(side, side),
-            "small": nn.Linear(side, side - 1),
-            "adapted": Adapted(side, side),
-        }
+        {"large": nn.Linear(side, side), "small": nn.Linear(side, side - 1), "adapted": Adapted(side, side)}
     )
     for dtype in (torch.float32, torch.bfloat16):
         copied = decoding_model(model, dtype)
