@@ -90,7 +90,7 @@ class TurnInfo(NamedTuple):
     @property
     def reward(self) -> float:
         """Sum of the reward items."""
-        return float(sum(self.reward_items.values())) if self.reward_items else 0.0
+        return float(sum(self.reward_items.values()))
 
     @property
     def terminated(self) -> bool:
@@ -120,8 +120,8 @@ class TurnInfo(NamedTuple):
             "error": error,
             "example_id": example_id,
         }
-        answered = reason is StopReason.ANSWER
-        return StepResult(observation, self.reward, answered, reason is not None and not answered, info)
+        reward, answered = self.reward if items else 0.0, reason is StopReason.ANSWER
+        return StepResult(observation, reward, answered, reason is not None and not answered, info)
 
 
 class EpisodeClock:
