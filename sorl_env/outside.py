@@ -34,7 +34,7 @@ class HungError(UserError):
 
 
 def call_outside(function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
-    """Call ``function``. Where it raises something that is no ``Exception``, this raises ``OutsideError``."""
+    """Call ``function``. An error that is not an ``Exception`` becomes an ``OutsideError``."""
     try:
         return function(*arguments, **named)
     except Exception:
@@ -54,7 +54,7 @@ async def await_outside(function: Callable[..., Awaitable[_T]], argument: Any, t
 
     Raises:
         TimeoutError: the time is over.
-        OutsideError: it raised something that is no ``Exception``, or cancelled itself.
+        OutsideError: it raised an error that is not an ``Exception``, or cancelled itself.
     """
 
     async def call() -> _T:

@@ -41,9 +41,8 @@ def answer_match(prediction: str, golds: Iterable[str]) -> float:
     [1.0, 0.0, 0.0]
     """
     normal, plain = normalize_answer(prediction), prediction.strip().lower()
-    return float(
-        any(normal == form if (form := _normalize_gold(gold)) else _is(plain, gold) for gold in golds)
-    )
+    forms = ((_normalize_gold(gold), gold) for gold in golds)
+    return float(any(normal == form if form else _is(plain, gold) for form, gold in forms))
 
 
 def _is(plain: str, gold: str) -> bool:

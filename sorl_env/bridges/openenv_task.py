@@ -129,9 +129,8 @@ def _action_maker(where: str, schema: Any) -> ToAction:
         try:
             value = read_json(text)
         except ValueError as error:
-            raise ToolInputError(
-                f"This action is not possible here: it must be {wanted}, but {error}"
-            ) from error
+            said = f"This action is not possible here: it must be {wanted}, but {error}"
+            raise ToolInputError(said) from error
         if isinstance(value, dict):
             return value
         if is_plain:
@@ -182,7 +181,7 @@ class _Http:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise UserError(
-                f"{self.where} does not answer ({why}): start it, or correct the address"
+                f"{self.where} does not answer ({why}): start it or correct the address"
             ) from error
         if response.status_code == 401:
             raise UserError(f"{self.where} wants a token: set the environment variable {TOKEN_VARIABLE}")

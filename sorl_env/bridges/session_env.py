@@ -219,10 +219,8 @@ def seeded_examples(task: str, split: str, count: int) -> tuple[Example, ...]:
     if split not in splits:
         raise UserError(f"{task} has no split {split!r}. {did_you_mean(split, splits)}")
     first = splits.index(split) * SEEDS_OF_A_SPLIT
-    return tuple(
-        Example(id=f"seed-{seed}", question="", metadata={"seed": seed})
-        for seed in range(first, first + count)
-    )
+    seeds = range(first, first + count)
+    return tuple(Example(id=f"seed-{seed}", question="", metadata={"seed": seed}) for seed in seeds)
 
 
 def check_settings(format: str, examples: int, **seconds: float) -> None:

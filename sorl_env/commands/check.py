@@ -46,11 +46,8 @@ def raised(error: BaseException) -> str:
     frame = next((one for one in reversed(frames) if one.filename in files), frames[-1] if frames else None)
     where = "" if frame is None else f" ({frame.filename}:{frame.lineno})"
     said = quoted(str(error), 200)[1:-1]
-    return (
-        f"{said}{where}"
-        if isinstance(error, OutsideError)
-        else f"it raised {type(error).__name__}: {said}{where}"
-    )
+    what = "" if isinstance(error, OutsideError) else f"it raised {type(error).__name__}: "
+    return f"{what}{said}{where}"
 
 
 # What a policy in training writes. None of it does harm to a tool that changes something.

@@ -33,7 +33,7 @@ FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # 130 is what a shell reports for 
 _LONGEST_WORD = 300  # characters; a message shows only both ends of a longer one
 # What to do about an error of the system, by its number; about others that name a path, there is `_OTHER_PATH`.
 _ADVICE = dict.fromkeys(
-    (errno.ENOSPC, errno.EDQUOT), "free some space there, or choose a folder on another disk"
+    [errno.ENOSPC, errno.EDQUOT], "free some space there, or choose a folder on another disk"
 )
 _ADVICE |= dict.fromkeys(
     (errno.EROFS, errno.EACCES, errno.EPERM), "choose another path, or make this one writable"

@@ -15,7 +15,7 @@ from sorl_env.turns.tokens import TagCodec, Tokenizer
 
 TurnCodec = TagCodec | ChatCodec  # ``TagCodec`` says what their methods do
 _SHOWN = 5  # rows that a message names
-_MANY = 20_000  # prompts: counting so many takes seconds, which are announced
+_MANY = 20_000  # prompts: counting more than these takes seconds, which are announced
 
 
 def make_codec(env: TextEnv, tokenizer: Tokenizer, *, use_chat_template: bool) -> TurnCodec:
@@ -61,7 +61,7 @@ def check_prompts(
     Args:
         envs: the environments of one run, of one task; examples that two of them share are counted once.
         indices: of the examples to count, if not all.
-        tell: gets a line when there are so many prompts that it takes a while.
+        tell: gets a line where counting takes more than a few seconds.
 
     Raises:
         UserError: prompts are longer than the limits allow. The message names the longest, and the limit to set.

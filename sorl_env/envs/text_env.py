@@ -70,7 +70,7 @@ def open_env(
         format: how turns are written, see ``turns.format``.
 
     Raises:
-        UserError: there are no such examples, or settings do not apply to this task.
+        UserError: the examples do not exist, or a setting does not apply to this task.
     """
     if task.environment is None:
         return ToolUseEnv(

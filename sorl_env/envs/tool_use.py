@@ -78,9 +78,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self.limits = limits or self.task.limits
         self.format: TurnFormat = find_format(format)
         self.examples: ExampleSet = load_examples(self.task, data, split)
-        self.task, self._shared_tools, self._owned_tools = equip(
-            self.task, tools, tool_settings, self.limits.reply_chars
-        )
+        equipped = equip(self.task, tools, tool_settings, self.limits.reply_chars)
+        self.task, self._shared_tools, self._owned_tools = equipped
         searched = any(getattr(tool, "is_sample", False) for tool in self._shared_tools.tools)
         if searched and not self.examples.is_sample:
             logger.warning(

@@ -71,9 +71,8 @@ def _check_neighbours(folder: Path, file: Path) -> None:
             seen.add(beside)
             pending += beside.parent.rglob("*.py") if beside.name == "__init__.py" else [beside]
             module = sys.modules.get(name)
-            found = getattr(
-                module or importlib.util.find_spec(name), "__file__" if module else "origin", None
-            )
+            source = module or importlib.util.find_spec(name)
+            found = getattr(source, "__file__" if module else "origin", None)
             if found is None or Path(found).resolve() != beside:
                 raise UserError(
                     f"{importer}: 'import {name}' gives {found}, not {beside}, because one process has one module of "

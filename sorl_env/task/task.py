@@ -41,9 +41,8 @@ class Example:
     def __post_init__(self) -> None:
         golds: object = self.golden_answers
         if isinstance(golds, str) or not isinstance(golds, Iterable):  # a text would be taken for its letters
-            raise ExampleError(
-                f"example {self.id!r}: golden_answers is {golds!r}; give a tuple of texts, as ('Paris',)"
-            )
+            what = f"golden_answers is {golds!r}; give a tuple of texts, as ('Paris',)"
+            raise ExampleError(f"example {self.id!r}: {what}")
         answers = tuple(self._text("golden_answers", one) for one in self.golden_answers)
         texts: dict[str, Any] = {name: self._text(name, getattr(self, name)) for name in ("id", "question")}
         if self.options is not None:
@@ -91,10 +90,8 @@ class Limits:
         return self.max_reply_chars or CHARS_A_TOKEN * self.max_observation_tokens
 
     def __post_init__(self) -> None:
-        lowest = dict.fromkeys(
-            ("max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens"), 1
-        )
-        for name, low in {**lowest, "max_trajectory_tokens": 2}.items():
+        names = ("max_turns", "max_prompt_tokens", "max_new_tokens", "max_observation_tokens")
+        for name, low in {**dict.fromkeys(names, 1), "max_trajectory_tokens": 2}.items():
             if getattr(self, name) < low:
                 raise ValueError(f"limits.{name} must be at least {low}, not {getattr(self, name)}")
         if self.max_reply_chars is not None and self.max_reply_chars < 1:

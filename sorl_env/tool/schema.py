@@ -79,9 +79,8 @@ def check_schema(schema: Mapping[str, Any], where: str) -> None:
     while pending:
         part = pending.pop()
         if "type" in part and not (isinstance(part["type"], str) and part["type"] in PYTHON_TYPES):
-            raise ValueError(
-                f"{where}: unknown type {part['type']!r}; use {', '.join(PYTHON_TYPES)} or anyOf"
-            )
+            known = ", ".join(PYTHON_TYPES)
+            raise ValueError(f"{where}: unknown type {part['type']!r}; use {known} or anyOf")
         pending += [*part.get("anyOf", ()), *part.get("properties", {}).values()]
         pending += [part["items"]] if "items" in part else []
 

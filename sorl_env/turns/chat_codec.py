@@ -248,14 +248,12 @@ class ChatCodec:
             raise _refused("drops the assistant's messages")
         closed = text.find(close, start) if close else start
         start = start if closed < 0 else closed + len(close)
-        found = [
-            (text.find(token, start), -len(token), token) for token in self._specials if token in text[start:]
-        ]
-        if not found:
+        ends = [token for token in self._specials if token in text[start:]]
+        if not ends:
             raise _refused(
                 "ends a message of the assistant without a special token, so nothing tells the sampler to stop"
             )
-        at, _, token = min(found)
+        at, _, token = min((text.find(token, start), -len(token), token) for token in ends)
         return token, text[at + len(token) :]
 
     def _render(
@@ -285,9 +283,8 @@ class ChatCodec:
         except CallError:
             found = None
         given = _CALL_ID if found is None or found[1].id is None else found[1].id
-        return _Frame(
-            frame.before.replace(_CALL_ID, given), frame.after.replace(_CALL_ID, given), frame.as_json
-        )
+        before, after = (text.replace(_CALL_ID, given) for text in (frame.before, frame.after))
+        return _Frame(before, after, frame.as_json)
 
     def _cut(self, frame: _Frame, text: str, max_tokens: int) -> list[int]:
         """The filled frame in at most ``max_tokens``; of a longer text only the beginning is kept."""

@@ -135,10 +135,8 @@ class TagCodec:
 
     def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
         """The first context, up to where the policy's first turn begins."""
-        template = self._use_chat_template
-        return encode_prompt(
-            self._tokenizer, prompt, system_prompt, use_chat_template=template, tools=self._tools
-        )
+        options: dict[str, Any] = {"use_chat_template": self._use_chat_template, "tools": self._tools}
+        return encode_prompt(self._tokenizer, prompt, system_prompt, **options)
 
     def turn_text(self, ids: Sequence[int]) -> str:
         """The text of a sampled turn, for the environment."""

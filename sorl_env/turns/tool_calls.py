@@ -228,9 +228,8 @@ def _call_of(value: Any, *names: str) -> Call:
     if not isinstance(arguments, dict):
         raise CallError(FormatError.BAD_CALL, f"the call's {key} are not an object")
     given = value.get("id")
-    return Call(
-        value["name"], arguments, given if isinstance(given, str) and _CALL_ID.fullmatch(given) else None
-    )
+    call_id = given if isinstance(given, str) and _CALL_ID.fullmatch(given) else None
+    return Call(value["name"], arguments, call_id)
 
 
 def _only_call(body: str, *names: str) -> Call:

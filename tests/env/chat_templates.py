@@ -50,9 +50,8 @@ def template_text(name: str) -> str:
         pytest.skip(
             "the chat templates of Qwen, Llama, Gemma and Nemotron are in the package trl: pip install trl==1.16.0"
         )
-    return (Path(spec.submodule_search_locations[0]) / "chat_templates" / f"{file}.jinja").read_text(
-        encoding="utf-8"
-    )
+    folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
+    return (folder / f"{file}.jinja").read_text(encoding="utf-8")
 
 
 @functools.lru_cache(maxsize=32)
@@ -69,13 +68,11 @@ def make_tokenizer(family: str) -> Any:
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    model.train_from_iterator(
-        [template, "The Tesla was named after Nikola Tesla, who was born in Smiljan."], trainer
-    )
+    sentence = "The Tesla was named after Nikola Tesla, who was born in Smiljan."
+    model.train_from_iterator([template, sentence], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, bos_token=bos, eos_token=eos)
-    tokenizer.add_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in specials.split()], special_tokens=True
-    )
+    controls = [AddedToken(token, special=True, normalized=False) for token in specials.split()]
+    tokenizer.add_tokens(controls, special_tokens=True)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in others.split()])
     tokenizer.chat_template = template
     return tokenizer

@@ -24,11 +24,7 @@ class CannedSearch:
 
     name = "search"
     description = "Search nothing."
-    schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {"query": {"type": "string"}},
-        "required": ["query"],
-    }
+    schema: Mapping[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
     inline = True
 
     def __init__(self, passage: str = "Doc 1 (Canned): about {query}") -> None:

@@ -46,9 +46,8 @@ class Turns:
     def __init__(self, rng: random.Random, tools: Sequence[str]) -> None:
         self._rng = rng
         self._tools = tools
-        self._tags = [
-            f"<{slash}{name}>" for name in ("think", "answer", "information", *tools) for slash in ("", "/")
-        ]
+        names = ("think", "answer", "information", *tools)
+        self._tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
 
     def draw(self, example: Example) -> str:
         rng = self._rng
@@ -108,9 +107,11 @@ class Turns:
     def _json(self, tool: str) -> str:
         """A JSON object for a tool with typed parameters, more or less."""
         rng = self._rng
-        names = {"convert": ("value", "unit", "to"), "echo": ("text", "times", "mood", "weights", "extra")}[
-            tool
-        ]
+        parameters = {
+            "convert": ("value", "unit", "to"),
+            "echo": ("text", "times", "mood", "weights", "extra"),
+        }
+        names = parameters[tool]
         if rng.random() < 0.4:
             return rng.choice((_VALID[tool], _VALID[tool], rng.choice(_NUMBERS)))
         chosen = [name for name in names if rng.random() < 0.85] + [
@@ -176,9 +177,7 @@ class Turns:
         rng = self._rng
         if rng.random() > 1 / OFTEN * 36:  # this kind is one turn in 37
             return rng.choice(("", " ", "\n\n", "\x00", "<", "<think></think>"))
-        filling = rng.choice(
-            ("x", "<", "<think>", "</think>", " ", "\ud800", "[", '{"a":', "\u0301", "!", "the ", "1")
-        )
+        filling = rng.choice((*"x< [!1", "<think>", "</think>", "\ud800", '{"a":', "\u0301", "the "))
         filling *= 1_000_000 // len(filling)
         name = rng.choice(("answer", *self._tools))
         gold = self._gold(example)

@@ -46,9 +46,7 @@ def test_what_a_tool_says_is_valid_text(call: Call, result: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [ConnectionError, KeyError, ToolUnavailableError])
-def test_why_a_tool_is_out_is_valid_and_short(
-    call: Call, error: type[Exception], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_why_a_tool_is_out_is_valid_and_short(call: Call, error: type[Exception]) -> None:
     outcome = call(Toolbox([saying(error(LONE + "x" * BIG))], retries=0), REQUEST)
     assert isinstance(outcome, ToolUnavailableError) and outcome.call is not None
     for text in (str(outcome), outcome.call.error or ""):
@@ -165,11 +163,8 @@ def test_read_json_of_any_value_holds_valid_text_only(value):
     ],
 )
 def test_read_json_reads_bytes_as_json_loads_does_and_raises_one_kind_of_error(text, message):
-    assert (
-        read_json('{"ä": [1, null]}'.encode())
-        == read_json('{"ä": [1, null]}'.encode("utf-16"))
-        == {"ä": [1, None]}
-    )
+    wide = '{"ä": [1, null]}'
+    assert read_json(wide.encode()) == read_json(wide.encode("utf-16")) == {"ä": [1, None]}
     with pytest.raises(ValueError, match=message):
         read_json(text)
 

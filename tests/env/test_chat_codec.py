@@ -108,9 +108,7 @@ def setting(family: str) -> Setting:
     return _setting(make_tokenizer(family))
 
 
-def test_the_dialogue_is_the_templates_own_rendering_of_it_to_the_token(
-    family: str, setting: Setting
-) -> None:
+def test_the_dialogue_is_the_templates_rendering_of_it_to_the_token(family: str, setting: Setting) -> None:
     tokenizer, _, codec = setting
     queries = ["unit of flux density", "Nikola Tesla birthplace"]
     drawn = setting.written(*map(_calling, queries), _answering("Smiljan"))
@@ -221,10 +219,8 @@ def test_reasoning_of_a_demonstration_is_written_as_the_template_does(family: st
 DROPS_THOUGHTS = {"tool": ("llama3.1", "llama3.2", "mistral-v3", "qwen3.5"), "answer": ("qwen3.5",)}
 
 
-ENDINGS = [
-    ("qwen2.5", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
-    ("llama3.1", "<|end_header_id|>\n\n"),
-]
+ENDINGS = [("qwen2.5", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n")]
+ENDINGS += [("llama3.1", "<|end_header_id|>\n\n")]
 
 
 @pytest.mark.parametrize(("family", "ending"), ENDINGS)

@@ -34,7 +34,7 @@ def controls(tokenizer: Any, ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("use_chat_template", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_in_tags_has_the_control_tokens_of_its_template_alone(
+def test_a_prompt_in_tags_has_its_templates_control_tokens_alone(
     family: str, use_chat_template: bool
 ) -> None:
     tokenizer = make_tokenizer(family)
@@ -67,9 +67,8 @@ def test_the_tags_of_the_format_keep_their_tokens() -> None:
     from tokenizers import AddedToken
 
     tokenizer = make_tokenizer.__wrapped__("qwen3")
-    tokenizer.add_tokens(
-        [AddedToken(f"<{tag}>", special=True, normalized=False) for tag in ("search", "/search")]
-    )
+    tags = [AddedToken(tag, special=True, normalized=False) for tag in ("<search>", "</search>")]
+    tokenizer.add_tokens(tags)
     text = "<think> <search> q </search> <|im_end|>"
     ids = encode_prompt(tokenizer, text, tools=["search"], use_chat_template=False)
     assert [tokenizer.decode([i]) for i in controls(tokenizer, ids)] == ["<think>", "<search>", "</search>"]

@@ -181,9 +181,7 @@ def test_missing_packages_are_named_with_their_extra(
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     for module in ("pyarrow", "pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, module, None)  # import fails as if it were not installed
-    for source, need in (
-        (tmp_path / "x.parquet", "Parquet needs pyarrow"),
-        ("hf:a/b", "the hub needs datasets"),
-    ):
+    needs = ((tmp_path / "x.parquet", "Parquet needs pyarrow"), ("hf:a/b", "the hub needs datasets"))
+    for source, need in needs:
         with pytest.raises(UserError, match=rf"{source}: {need}: pip install 'sorl\[train\]'"):
             load_examples(task, source)

@@ -24,11 +24,7 @@ class Notebook:
 
     name = "note"
     description = "Write a note, and see all of them."
-    schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {"text": {"type": "string"}},
-        "required": ["text"],
-    }
+    schema: Mapping[str, Any] = {"type": "object", "properties": {"text": {"type": "string"}}}
 
     def __init__(self, seed: int = 0, inline: bool = True, opened: list[Any] | None = None) -> None:
         self.seed = seed

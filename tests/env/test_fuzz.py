@@ -269,9 +269,8 @@ def test_hostile_turns(turns: int, seed: int) -> None:
     seen = fuzz(turns, seed)
     assert seen["turns"] >= turns
     wanted = ["rewards", "replies cut", "format valid", "stop answer", "stop invalid", "stop max_turns"]
-    wanted += [
-        f"{tool} {end}" for tool in ("search", "calculator", "convert", "echo") for end in ("ok", "refused")
-    ]
+    tools = ("search", "calculator", "convert", "echo")
+    wanted += [f"{tool} {end}" for tool in tools for end in ("ok", "refused")]
     of_tool_calls = {FormatError.BAD_CALL, FormatError.UNKNOWN_TOOL, FormatError.BAD_ARGUMENTS}
     wanted += [f"format {error.value}" for error in FormatError if error not in of_tool_calls]
     assert [name for name in wanted if seen[name] == 0] == []

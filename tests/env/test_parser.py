@@ -124,9 +124,8 @@ def test_neutralise(text: str, harmless: str) -> None:
 
 
 TAGS = [f"<{slash}{name}>" for name in ("think", "search", "answer", "information") for slash in ("", "/")]
-MARKUP = st.lists(
-    st.sampled_from([*TAGS, "gold 0", " ", "\n", "<", ">", "</", "|", "é", "\x00", "\ud800"])
-).map("".join)
+PIECES = [*TAGS, "gold 0", " ", "\n", "<", ">", "</", "|", "é", "\x00", "\ud800"]
+MARKUP = st.lists(st.sampled_from(PIECES)).map("".join)
 ANYTHING = st.one_of(st.text(), MARKUP)
 
 
@@ -139,9 +138,8 @@ def test_no_text_breaks_the_parser(text: str, tools: tuple[str, ...], require_th
     assert (parsed.kind == "tool") == (parsed.tool is not None)
     if parsed.error is None:
         assert parsed.content and parsed.content == parsed.content.strip()
-        assert not any(
-            tag in parsed.content for tag in ("<answer>", "</answer>", "<information>", "</information>")
-        )
+        tags = ("<answer>", "</answer>", "<information>", "</information>")
+        assert not any(tag in parsed.content for tag in tags)
         assert text.count("</answer>") + sum(text.count(f"</{tool}>") for tool in tools) == 1
 
 

@@ -85,26 +85,12 @@ def test_f1(prediction: str, golds: list[str], expected: float) -> None:
 OPTIONS = {"A": "Iron deficiency", "B": "Zinc (low)", "C": "A"}
 
 
-TAKEN = [
-    "A",
-    "a",
-    " A\n",
-    "(A)",
-    "(a)",
-    "A.",
-    "a.",
-    "A: Iron deficiency",
-    "a: iron  DEFICIENCY.",
-    "A:Iron deficiency",
-]
+TAKEN = ["A", "a", " A\n", "(A)", "(a)", "A.", "a.", "A:Iron deficiency"]
+TAKEN += ["A: Iron deficiency", "a: iron  DEFICIENCY."]
 # the last three are a Greek capital alpha, a full-width A and a number
 NOT_TAKEN = ["", "B", "A or B", "A, B", "AB", "A A", "A)", "(A", "(A).", "A..", "A:", "A: ", "A: Zinc (low)"]
-NOT_TAKEN += [
-    "A: the iron deficiency",
-    "A: Iron-deficiency",
-    "A: Iron deficiency or zinc",
-    "A. Iron deficiency",
-]
+NOT_TAKEN += ["A: the iron deficiency", "A: Iron-deficiency", "A: Iron deficiency or zinc"]
+NOT_TAKEN += ["A. Iron deficiency"]
 NOT_TAKEN += ["(A) Iron deficiency", "Iron deficiency", "The answer is A", "not A", "<answer>A</answer>"]
 NOT_TAKEN += ["\u0391", "\uff21", "1"]
 

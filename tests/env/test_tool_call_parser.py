@@ -47,9 +47,8 @@ def test_a_call_of_each_family_is_read_with_and_without_knowing_the_template(fam
 
 
 def test_reasoning_and_text_before_a_call_are_kept_as_thoughts() -> None:
-    assert (
-        parse_message(f"<think>\nhm\n</think>\n\nI look it up.\n{HERMES}", TOOLS).think == "hm\nI look it up."
-    )
+    thoughts = parse_message(f"<think>\nhm\n</think>\n\nI look it up.\n{HERMES}", TOOLS).think
+    assert thoughts == "hm\nI look it up."
     assert parse_message(f"opened by the prompt\n</think>\n{HERMES}", TOOLS).think == "opened by the prompt"
     thought = "<|channel>thought\nhm\n<channel|>"
     assert parse_message(thought + CALLS["gemma"][0], TOOLS, GEMMA).think == "hm"

@@ -95,9 +95,7 @@ UNKNOWN = [(text, "names no tools") for text in ("mpc:x", "mcp", "", ":x", "http
 
 
 @pytest.mark.parametrize(("tool", "said"), [*UNKNOWN, (Shelf("first"), "two tools share a name")])
-def test_what_was_opened_is_closed_when_another_tool_is_refused(
-    opened: list[Shelf], tool: Any, said: str
-) -> None:
+def test_what_was_opened_is_closed_after_a_refusal(opened: list[Shelf], tool: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         ToolUseEnv(dataclasses.replace(TASK, tools=["mcp:first", tool]))
     assert opened[0].closed == 1

@@ -19,9 +19,7 @@ from sorl_env.trajectory import StopReason, Trajectory, Turn, iter_jsonl, read_j
 from ..trajectories import make_trajectory
 
 CALL = ToolCall("search", "capital of Norway", "Doc 1: Oslo", ok=True, latency_s=0.0123, hits=3, attempts=2)
-FAILED = ToolCall(
-    "search", "", "empty query", ok=False, error="empty query", hits=None, cached=True, cut_from=5_000_000
-)
+FAILED = ToolCall("search", "", "it is empty", ok=False, error="it is empty", cached=True, cut_from=5_000_000)
 
 
 def searched(**changes: Any) -> Trajectory:
@@ -188,9 +186,7 @@ def edit_line(path: Path, **changes: Any) -> None:
         ({"metadata": "[" * 100_000}, r"t\.jsonl:2: it is nested too deeply"),
     ],
 )
-def test_a_bad_record_is_named_by_file_and_line(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_bad_record_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     edit_line(tmp_path / "t.jsonl", **changes)
     with pytest.raises(UserError, match=message):
         read_jsonl(tmp_path / "t.jsonl")

@@ -44,9 +44,8 @@ GOOD = Task(
 
 def changed(**changes: Any) -> Task:
     """The good task with other fields; its prompt names the tags of its tools."""
-    names = [
-        getattr(tool, "name", getattr(tool, "__name__", "")) for tool in changes.get("tools", (echo, add))
-    ]
+    tools = changes.get("tools", (echo, add))
+    names = [getattr(tool, "name", getattr(tool, "__name__", "")) for tool in tools]
     tags = " ".join(f"<{name}>" for name in (*names, "answer"))
     return dataclasses.replace(GOOD, **{"prompt": lambda example: f"{tags} {example.question}", **changes})
 
@@ -59,9 +58,8 @@ def failures(**changes: Any) -> dict[str, str]:
 def test_a_good_task_passes() -> None:
     checks = check_task(ToolUseEnv(GOOD), limit=3)
     names = ["rows", "gold answer", "empty answer", "wrong answer", "prompts", "tool echo", "tool add"]
-    assert [(check.name, check.passed) for check in checks] == [
-        (n, True) for n in (*names, "seeds", "episodes")
-    ]
+    names += ["seeds", "episodes"]
+    assert [(check.name, check.passed) for check in checks] == [(name, True) for name in names]
     assert "3 score 1" in checks[1].detail
     counted = check_task(ToolUseEnv(GOOD), tokenizer=Characters())
     assert counted[4].detail.startswith(f"longest {len(TAGS) + 7}")
@@ -262,9 +260,8 @@ def test_an_expert_or_a_reward_that_raises_hides_no_other_check() -> None:
     assert "tool divide" in failures(reward=fails, tools=[divide])
     found = failures(expert=expert, limits=Limits(max_prompt_tokens=3))
     assert list(found) == ["prompts", "expert"]
-    assert re.match(
-        r"example '0', turn 1: it raised TypeError: .* \(.*\.py:\d+\), after it saw '<info", found["expert"]
-    )
+    said = r"example '0', turn 1: it raised TypeError: .* \(.*\.py:\d+\), after it saw '<info"
+    assert re.match(said, found["expert"])
     assert "Invalid turn" in found["expert"]
 
 
