@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 DEEP = "[" * 100_000
@@ -172,10 +172,10 @@ def _small_files(folder: Path) -> None:
     (folder / "replies.db").write_text("no SQLite, but long enough to look at its first bytes\n" * 40)
 
 
-def _copy(source: Path, name: str, change: Callable[[Path], object]) -> None:
-    copy = source.with_name(name)
-    shutil.copytree(source, copy)
-    change(copy)
+def _copies(source: Path, changes: Mapping[str, Callable[[Path], object]]) -> None:
+    """Copies of a folder beside it, each with its name and a change."""
+    for name, change in changes.items():
+        change(shutil.copytree(source, source.with_name(name)))
 
 
 def _cut(path: Path, keep: float = 0.5) -> None:
@@ -190,7 +190,7 @@ def _runs(folder: Path) -> None:
     model = folder / "model"
     build_tiny_policy(load_task("minihop"), model, hidden_size=16, num_layers=1, num_heads=2, num_dialogues=4)
     weights, config = "model.safetensors", "config.json"
-    for name, change in {
+    changes = {
         "model_cut": lambda at: _cut(at / weights),
         "model_head": lambda at: (at / weights).write_bytes(b"\xff" * 8 + b"{}"),
         "model_empty": lambda at: (at / weights).write_bytes(b""),
@@ -203,8 +203,8 @@ def _runs(folder: Path) -> None:
         "model_list_config": lambda at: (at / config).write_text("[]"),
         "model_kind": lambda at: (at / config).write_text('{"model_type": "surely_not"}'),
         "model_bytes_config": lambda at: (at / config).write_bytes(bytes(range(256))),
-    }.items():
-        _copy(model, name, change)
+    }
+    _copies(model, changes)
 
     from sorl_train.config.files import load_config
     from sorl_train.run.folder import RunDir
@@ -213,7 +213,7 @@ def _runs(folder: Path) -> None:
     rows = [{"step": s, "eval/success": 0.5, "loss/grad_norm": 1.0, "loss/approx_kl": 0.1} for s in range(3)]
     run.metrics.write_text(lines(rows))
     shutil.copytree(model, run.checkpoints / "step_000002" / "policy")
-    for name, change in {
+    changes = {
         "run_bytes": lambda at: (at / "metrics.jsonl").write_bytes(bytes(range(256)) * 4 + b"\n"),
         "run_deep": lambda at: (at / "metrics.jsonl").write_text(DEEP + "\n"),
         "run_numbers": lambda at: (at / "metrics.jsonl").write_text("1\n2\n"),
@@ -227,14 +227,14 @@ def _runs(folder: Path) -> None:
         "run_cut_policy": lambda at: _cut(at / "checkpoints" / "step_000002" / "policy" / weights),
         "run_bad_dialogues": lambda at: (at / "trajectories" / "step_000001.jsonl").write_text(DEEP + "\n"),
         "run_bytes_dialogues": lambda at: (at / "trajectories" / "step_000001.jsonl").write_bytes(b"\xff\n"),
-    }.items():
-        _copy(folder / "run", name, change)
+    }
+    _copies(folder / "run", changes)
     study = folder / "study" / "runs"
     study.mkdir(parents=True)
-    _copy(folder / "study", "study_no_runs", lambda at: None)
+    shutil.copytree(folder / "study", folder / "study_no_runs")
     shutil.copytree(run.path, study / "a-s0-0123456789")
-    _copy(folder / "study", "study_bad_results", lambda at: (at / "results.jsonl").write_text(DEEP + "\n"))
-    _copy(folder / "study", "study_bytes", lambda at: (at / "results.jsonl").write_bytes(b"\xff\xfe\n"))
+    for name, content in {"study_bad_results": DEEP.encode() + b"\n", "study_bytes": b"\xff\xfe\n"}.items():
+        (shutil.copytree(folder / "study", folder / name) / "results.jsonl").write_bytes(content)
 
 
 def _indexes(folder: Path) -> None:
@@ -247,7 +247,7 @@ def _indexes(folder: Path) -> None:
         content = json.loads((at / manifest).read_text())
         (at / manifest).write_text(json.dumps(content | changes))
 
-    for name, change in {
+    changes = {
         "index_deep": lambda at: (at / manifest).write_text(DEEP),
         "index_list": lambda at: (at / manifest).write_text("[]"),
         "index_bytes": lambda at: (at / manifest).write_bytes(b"\xff\xfe\x00"),
@@ -259,8 +259,8 @@ def _indexes(folder: Path) -> None:
         "index_flipped": lambda at: _flip(at / "bm25", 40),
         "index_unfinished": lambda at: ((at / manifest).unlink(), (at / "request.json").touch()),
         "index_journal": lambda at: ((at / manifest).unlink(), (at / "request.json").write_text(DEEP + "\n")),
-    }.items():
-        _copy(folder / "index", name, change)
+    }
+    _copies(folder / "index", changes)
 
 
 def _flip(folder: Path, at: int) -> None:
@@ -278,7 +278,7 @@ def _evaluations(folder: Path) -> None:
     (good / "settings.json").write_text(json.dumps(settings))
     (good / "results.jsonl").write_text("")
     (good / "summary.json").write_text(json.dumps({"label": "x", "settings": settings, "entries": []}))
-    for name, change in {
+    changes = {
         "evaluation_deep": lambda at: (at / "settings.json").write_text(DEEP),
         "evaluation_bytes": lambda at: (at / "results.jsonl").write_bytes(b"\xff\xfe\n"),
         "evaluation_list": lambda at: (at / "settings.json").write_text("[]"),
@@ -287,5 +287,5 @@ def _evaluations(folder: Path) -> None:
         "evaluation_deep_rows": lambda at: (at / "results.jsonl").write_text(DEEP + "\n"),
         "evaluation_summary": lambda at: (at / "summary.json").write_text(DEEP),
         "evaluation_summary_list": lambda at: (at / "summary.json").write_text("[]"),
-    }.items():
-        _copy(good, name, change)
+    }
+    _copies(good, changes)

@@ -48,13 +48,5 @@ def become_a_folder(path: Path) -> None:
     path.mkdir()
 
 
-DAMAGES: list[Callable[[Path], None]] = [
-    truncate,
-    empty,
-    delete,
-    flip_a_bit,
-    append,
-    become_a_dangling_link,
-    become_a_link_to_itself,
-    become_a_folder,
-]
+DAMAGES: list[Callable[[Path], None]] = [truncate, empty, delete, flip_a_bit, append]
+DAMAGES += [become_a_dangling_link, become_a_link_to_itself, become_a_folder]

@@ -19,6 +19,8 @@ from sorl_train.preflight import doctor
 from ...tools.loopback import LoopbackServer
 
 FREE = 64_000_000_000
+Examine = Callable[[list[str]], tuple[int, dict[str, str]]]
+Serve = Callable[..., str]
 
 
 class World(NamedTuple):
@@ -64,7 +66,7 @@ def index(world: World) -> Path:
 
 
 @pytest.fixture
-def examine(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[int, dict[str, str]]]:
+def examine(capsys: pytest.CaptureFixture[str]) -> Examine:
     """Exit status, and the findings that are not ok: name to text."""
 
     def run(argv: list[str]) -> tuple[int, dict[str, str]]:
@@ -85,7 +87,7 @@ def examine(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], tuple[i
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., str]]:
+def serve() -> Iterator[Serve]:
     """Starts stand-ins for retrieval servers."""
     running: list[LoopbackServer] = []
 
@@ -108,10 +110,6 @@ def without(world: World, ending: str, **more: str) -> list[str]:
 
 def with_server(world: World, url: str) -> list[str]:
     return without(world, "search.corpus", search__url=url)
-
-
-Examine = Callable[[list[str]], tuple[int, dict[str, str]]]
-Serve = Callable[..., str]
 
 
 def test_a_run_that_lacks_nothing(world: World, examine: Examine) -> None:
@@ -244,9 +242,8 @@ def test_a_server_that_holds_another_index(world: World, index: Path, examine: E
 
     wrong, right = serve("sha256:beef"), serve(read_manifest(index).hash)
     status, found = examine([*with_server(world, wrong), "--index", str(index)])
-    assert (
-        status == 1 and "holds sha256:beef" in found["server"] and f"-> sorl-serve {index}" in found["server"]
-    )
+    assert status == 1
+    assert "holds sha256:beef" in found["server"] and f"-> sorl-serve {index}" in found["server"]
     status, found = examine([*with_server(world, right), "--index", str(index)])
     assert status == 0
     status, found = examine(with_server(world, f"{wrong},{right}"))

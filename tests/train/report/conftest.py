@@ -56,17 +56,14 @@ def make_trajectory(
         )
         start += 14 + 40
     reward = 1.0 if right and stop is StopReason.ANSWER else 0.0
+    last = (), start, start + 11, 2
     if stop is StopReason.ANSWER:
         answer = town if right else "unknown"
         text = f"<think>It is based in {answer}.</think>\n<answer>{answer}</answer>"
-        turns.append(
-            Turn(2, text, "answer", answer, None, "", {"exact_match": reward}, (), start, start + 11, 2)
-        )
+        turns.append(Turn(2, text, "answer", answer, None, "", {"exact_match": reward}, *last))
     elif stop is StopReason.INVALID:
         text = f"<think>Surely</think> it is {town} <information>{town}</information> <answer>{town}"
-        turns.append(
-            Turn(2, text, "invalid", "", "unclosed", "", {"exact_match": 0.0}, (), start, start + 11, 2)
-        )
+        turns.append(Turn(2, text, "invalid", "", "unclosed", "", {"exact_match": 0.0}, *last))
     elif stop is StopReason.ERROR:
         out = "timed out after 30 s"
         call = ToolCall("search", "q", "", ok=False, error=out, latency_s=30.0, attempts=4)

@@ -17,18 +17,9 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_env.trajectory import StopReason, Trajectory, write_jsonl
+from sorl_train.report import viewer
 from sorl_train.report.dialogues import step_files
-from sorl_train.report.viewer import (
-    CHUNK,
-    MISMATCH,
-    NO_LOSS,
-    NO_TOKENS_SAVED,
-    NOT_IN_LOSS,
-    encode,
-    main,
-    read_page,
-    write_viewer,
-)
+from sorl_train.report.viewer import CHUNK, encode, main, read_page, write_viewer
 from sorl_train.run.metrics_log import TokenRecord, write_token_records
 
 MakeRun = Callable[..., Path]
@@ -59,7 +50,7 @@ def test_every_saved_dialogue(make_run: MakeRun, tmp_path: Path, capsys: pytest.
     assert (first["reward"], first["mark"], first["turns"], first["clipped"]) == (0.0, "lowest", 3, None)
     assert first["question"].startswith("In which town"), "what all questions begin with is left out"
     assert dialogues[0]["prompt"].startswith("Search, then answer.")
-    assert dialogues[0]["note"] == NO_TOKENS_SAVED and dialogues[0]["turns"][0]["tokens"] is None
+    assert dialogues[0]["note"] == viewer.NO_TOKENS_SAVED and dialogues[0]["turns"][0]["tokens"] is None
     assert sorted(row["mark"] for row in rows)[-6:] == ["highest"] * 3 + ["lowest"] * 3
     late = dialogues[rows.index(next(row for row in rows if row["step"] == 20 and row["stop"] == "answer"))]
     assert late["note"] == "" and len(late["turns"][0]["tokens"]["ratio"]) == 14
@@ -150,7 +141,7 @@ def test_a_record_of_other_tokens_is_not_shown(make_trajectory: MakeTrajectory) 
     assert good["turns"][0]["pieces"] == [("plain", "x" * 14)]
     turns = list(record_of(t).turn)
     swapped = encode(t, record_of(t, turn=[turns[-1], *turns[1:-1], turns[0]]), "")
-    assert swapped["note"] == MISMATCH and swapped["turns"][0]["tokens"] is None
+    assert swapped["note"] == viewer.MISMATCH and swapped["turns"][0]["tokens"] is None
     assert swapped["turns"][0]["pieces"][0][0] == "think"
 
 
@@ -172,7 +163,7 @@ def test_why_there_are_no_figures(make_run: MakeRun, make_trajectory: MakeTrajec
     notes = {
         (row["kind"], row["step"], row["stop"]): d["note"] for row, d in zip(rows, dialogues, strict=True)
     }
-    assert notes["eval", 10, "answer"] == NO_LOSS
-    assert notes["step", 1, "answer"] == NOT_IN_LOSS  # the file is there, the record is not
-    assert notes["step", 10, "error"] == NOT_IN_LOSS
+    assert notes["eval", 10, "answer"] == viewer.NO_LOSS
+    assert notes["step", 1, "answer"] == viewer.NOT_IN_LOSS  # the file is there, the record is not
+    assert notes["step", 10, "error"] == viewer.NOT_IN_LOSS
     assert notes["step", 10, "answer"] == ""

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -68,19 +67,12 @@ def fill(path: Path) -> None:
         (folder / "file").write_text("new")
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda path: atomic_write(path, "new"),
-        lambda path: append_line(path, "new\n"),
-        lambda path: write_jsonl(path, []),
-        fill,
-    ],
-    ids=["file", "line", "trajectories", "folder"],
-)
-def test_a_full_disk_is_named(
-    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+WRITERS = {"file": lambda path: atomic_write(path, "new"), "line": lambda path: append_line(path, "new\n")}
+WRITERS |= {"trajectories": lambda path: write_jsonl(path, []), "folder": fill}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_full_disk_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name that the user knows; an error of writing has none, and a temporary file's says nothing."""
 
     def fail(*_: Any) -> None:
@@ -89,7 +81,7 @@ def test_a_full_disk_is_named(
     monkeypatch.setattr(os, "fsync", fail)
     monkeypatch.setattr(os, "write", fail)
     with pytest.raises(OSError, match="No space left") as caught:
-        write(tmp_path / "name")
+        WRITERS[kind](tmp_path / "name")
     message = about_os_error(caught.value) or ""
     assert message.startswith(f"{tmp_path / 'name'}: no space left on device: free some space there")
 
@@ -276,26 +268,15 @@ def test_a_line_is_written_whole_where_the_disk_takes_parts(
     assert run.metrics.read_text() == '{"step": 1, "loss/a": 0.5}\n'
 
 
+EXACT: dict[str, Any] = {"id": "s1-p0/0", "tokens": ["<think>", "é\u2028", "</script>"], "turn": [0, 0, 1]}
+EXACT |= {"advantage": [-1.5, 0.25, 0.0], "clipped": [0, 0, 1]}
 RECORD = TokenRecord(
-    id="s1-p0/0",
-    tokens=["<think>", "é\u2028", "</script>"],
-    turn=[0, 0, 1],
     log_ratio=[0.123456, -0.00001, math.nan],
     ratio=[1.131400, 1.0, math.inf],
-    advantage=[-1.5, 0.25, 0.0],
     entropy=[2.0, 0.33336, 1e-9],
-    clipped=[0, 0, 1],
+    **EXACT,
 )
-LINE = {
-    "id": "s1-p0/0",
-    "tokens": ["<think>", "é\u2028", "</script>"],
-    "turn": [0, 0, 1],
-    "log_ratio": [0.1235, 0.0, None],
-    "ratio": [1.1314, 1.0, None],
-    "advantage": [-1.5, 0.25, 0.0],
-    "entropy": [2.0, 0.3334, 0.0],
-    "clipped": [0, 0, 1],
-}
+LINE = EXACT | {"log_ratio": [0.1235, 0.0, None], "ratio": [1.1314, 1.0, None], "entropy": [2.0, 0.3334, 0.0]}
 
 
 def test_there_and_back(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -126,19 +126,14 @@ def test_a_holder_elsewhere_is_named_with_its_host(tmp_path: Path) -> None:
 
 def test_of_many_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    with (
-        started(RACE, str(folder)) as one,
-        started(RACE, str(folder)) as two,
-        started(RACE, str(folder)) as three,
-    ):
-        for process in (one, two, three):
+    with ExitStack() as stack:
+        racers = [stack.enter_context(started(RACE, str(folder))) for _ in range(3)]
+        for process in racers:
             assert process.stdin is not None
             process.stdin.write("x")
             process.stdin.flush()
-        said = sorted(line(process) for process in (one, two, three))
-    assert [text == "has it" for text in said].count(True) == 1 and sum(
-        "in use by" in text for text in said
-    ) == 2
+        said = [line(process) for process in racers]
+    assert said.count("has it") == 1 and sum("in use by" in text for text in said) == 2
 
 
 def test_a_folder_that_is_moved_aside_takes_its_lock_along(tmp_path: Path) -> None:
