@@ -95,10 +95,10 @@ def _with_valid_text(value: Any) -> Any:
 MISSING = "–"  # noqa: RUF001  an en dash, where there is no figure
 
 
-def figure(value: Any, form: str = ".3f", missing: str = MISSING) -> str:
+def format_number(value: Any, form: str = ".3f", missing: str = MISSING) -> str:
     """A number in a format of `format`, or ``missing`` where there is none.
 
-    >>> figure(0.25), figure(None, missing="-")
+    >>> format_number(0.25), format_number(None, missing="-")
     ('0.250', '-')
     """
     return f"{value:{form}}" if isinstance(value, (int, float)) else missing

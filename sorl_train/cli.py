@@ -89,7 +89,7 @@ def _settings(arguments: Arguments) -> TrainConfig:
 
 def _train(config: TrainConfig, arguments: Arguments, lock: FolderLock) -> int:
     """Make or reopen the run folder, train, and return the exit status."""
-    from sorl_train.config.checks import remarks
+    from sorl_train.config.config_rules import remarks
     from sorl_train.run.display import make_display
     from sorl_train.run.folder import RunDir
 

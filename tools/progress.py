@@ -6,7 +6,7 @@ import sys
 
 from tqdm import tqdm
 
-LOG_EVERY_S = 10.0  # between two lines where standard error is no terminal
+LOG_EVERY_S = 10.0  # between two lines where standard error is not a terminal
 
 
 class Progress:

@@ -21,7 +21,7 @@ from sorl_env.commands.command import (
     whole,
 )
 from sorl_env.commands.task_options import add_task_options, open_named_task
-from sorl_env.envs.text_env import TextEnv, need_tools
+from sorl_env.envs.text_env import TextEnv, require_tool_env
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.rewards import normalize_answer
@@ -290,7 +290,7 @@ def _check(argv: Sequence[str]) -> int:
         if isinstance(env, SessionEnv):
             checks = run_async(check_session(env, limit=args.limit, tokenizer=tokenizer))
         else:
-            checks = check_task(need_tools(env, "the contract"), limit=args.limit, tokenizer=tokenizer)
+            checks = check_task(require_tool_env(env, "the contract"), limit=args.limit, tokenizer=tokenizer)
     finally:
         env.close()
     if args.json:

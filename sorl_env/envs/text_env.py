@@ -87,7 +87,7 @@ def open_env(
     return made
 
 
-def need_tools(env: TextEnv, what: str) -> ToolUseEnv:
+def require_tool_env(env: TextEnv, what: str) -> ToolUseEnv:
     """``env``, if it is the dialogue with tools that ``what`` needs; raises ``UserError`` for one of another kind."""
     if isinstance(env, ToolUseEnv):
         return env

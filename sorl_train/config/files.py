@@ -29,7 +29,7 @@ import yaml
 from sorl_env.commands.command import shortened
 from sorl_env.errors import UserError, did_you_mean
 from sorl_train.algorithms import ALGORITHMS, AdvantageKind
-from sorl_train.config.checks import validate
+from sorl_train.config.config_rules import validate
 from sorl_train.config.find_algorithm import find_algorithm, installed_algorithms
 from sorl_train.config.schema import build, fields, flatten
 from sorl_train.config.settings import TrainConfig

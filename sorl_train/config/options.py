@@ -70,7 +70,8 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def help_text(values: Mapping[str, Any], config: str, section: str = "") -> str:
     """The help, with the ``values`` of a config by dotted name: the settings that most runs touch, or those of a
-    section, or ``all``. Raises ``UserError`` for an unknown section."""
+    section, or ``all``. A setting's name stands for its section. Raises ``UserError`` for an unknown section."""
+    section = section.partition(".")[0]
     known = (GENERAL, *sections())
     if section not in ("", ALL, *known):
         raise UserError(f"--help {section}: there is no such section. {did_you_mean(section, (ALL, *known))}")

@@ -93,7 +93,7 @@ def _names(text: str) -> frozenset[str]:
 def _check_stops(text: str) -> str:
     for name in sorted(_names(text) - set(FILTERED_STOPS)):
         raise ValueError(
-            f"{name!r} is no stop reason to leave out (those that end with 'error' or 'aborted' are in no loss "
+            f"{name!r} is not a stop reason to leave out (those that end with 'error' or 'aborted' are in no loss "
             f"anyway). {did_you_mean(name, FILTERED_STOPS)}"
         )
     return text
@@ -212,7 +212,7 @@ class OverlongConfig:
     """What becomes of trajectories that come close to a limit, or end at one (both from DAPO)."""
 
     buffer: PositiveInt | None = None
-    """Soft punishment: the reward falls linearly over the last so many tokens before
+    """Soft punishment: the reward falls linearly over the last N tokens before
     limits.max_trajectory_tokens; None: off."""
     penalty: Annotated[PositiveFloat, needs("overlong.buffer")] = 1.0
     """What the reward has lost at the limit."""
@@ -297,13 +297,13 @@ class EvalConfig:
 class AlarmConfig:
     """The collapse alarm: limits of five signals, and what to do when one exceeds its limit.
 
-    ``strain`` is the early warning and the limit to set; the other signals are means over three training steps, for
-    sudden changes.
+    ``mean_update_distance`` is the early warning and the limit to set; the other signals are means over three training
+    steps, for sudden changes.
     """
 
     action: Literal["off", "warn", "stop"] = "warn"
     """warn: print a message and write events.jsonl; stop: also save, end the run and say what to do next."""
-    strain: PositiveFloat = 0.07
+    mean_update_distance: PositiveFloat = 0.07
     """Limit of the running mean (over about 50 steps, each counted as at most 0.3) of the RMS log-ratio to
     the old policy; raise it for runs that are far off-policy on purpose."""
     ratio_tail: PositiveFloat = 0.5

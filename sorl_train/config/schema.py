@@ -20,7 +20,7 @@ from sorl_train.config.settings import TrainConfig
 
 
 class ConfigField(NamedTuple):
-    """A field that is no section: its dotted name, its type without bounds and None, whether it may be None, its
+    """A field that is not a section: its dotted name, its type without bounds and None, whether it may be None, its
     docstring, what a run has to have to read it, whether it may change when a run is resumed, the heading below which
     a bare ``--help`` shows it (empty: it does not), and what engine=openrlhf refuses."""
 
@@ -52,7 +52,7 @@ class ConfigField(NamedTuple):
 
 @functools.cache
 def fields() -> tuple[ConfigField, ...]:
-    """Every field that is no section, in the order of the dataclasses."""
+    """Every field that is not a section, in the order of the dataclasses."""
     return tuple(_fields(TrainConfig, "", ()))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sorl_env.commands.command import Parser, number, seed, whole
-from sorl_env.envs.text_env import TextEnv, need_tools, open_env
+from sorl_env.envs.text_env import TextEnv, open_env, require_tool_env
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.rollout import RolloutSettings
@@ -214,7 +214,7 @@ def make_env(args: argparse.Namespace, source: PolicySource | None) -> ToolUseEn
     """The environment of a command with the options of `add_one_task_options`. Raises as `make_envs` does."""
     references = [args.task] if args.task else []
     (env,) = make_envs(args, references, source.config if source else None).values()
-    return need_tools(env, "a question of your own")
+    return require_tool_env(env, "a question of your own")
 
 
 def _by_task(values: Sequence[str], references: Sequence[str], option: str) -> dict[str, str]:

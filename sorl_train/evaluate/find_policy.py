@@ -44,7 +44,7 @@ def find_policy(model: str) -> PolicySource:
     if path.is_dir():
         names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise UserError(
-            f"{model} is no model folder (config.json), no checkpoint (policy/) and no run (config.yaml with "
+            f"{model} is neither a model folder (config.json) nor a checkpoint (policy/) nor a run (config.yaml with "
             f"checkpoints/); it holds {names}"
         )
     if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from sorl_env.commands.command import run_async
 from sorl_env.envs.prompts import make_codec
-from sorl_env.envs.text_env import TextEnv, format_of, need_tools
+from sorl_env.envs.text_env import TextEnv, format_of, require_tool_env
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.rollout import RolloutJob, RolloutSettings, Sampler, SamplingParams, run_trajectory
 from sorl_env.task import Example, Task
@@ -147,7 +147,7 @@ def check_search(envs: Mapping[str, TextEnv], modes: Sequence[str]) -> None:
     """Raise ``UserError`` if a mode is asked of a task that cannot have it: ``rag`` needs a search tool."""
     for name, env in envs.items():
         others = [mode for mode in modes if mode != "agent"]
-        names = need_tools(env, f"mode {others[0]}").toolbox.names if others else ()
+        names = require_tool_env(env, f"mode {others[0]}").toolbox.names if others else ()
         if "rag" in modes and SEARCH not in names:
             raise UserError(
                 f"mode rag needs a tool named {SEARCH!r}, which task {name} does not have. "
@@ -214,7 +214,7 @@ async def agent_trajectory(policy: Policy, env: TextEnv, job: Job) -> Trajectory
 
 async def answer_in_one_turn(policy: Policy, given: TextEnv, job: Job) -> EvalResult:
     """Answer in mode ``direct``, ``cot`` or ``rag``, in one turn; ``rag`` first searches once for the question."""
-    env = need_tools(given, f"mode {job.mode}")
+    env = require_tool_env(given, f"mode {job.mode}")
     example = env.examples.examples[job.index]
     calls: list[ToolCall] = []
     context = ""

@@ -1,4 +1,4 @@
-"""``sorl-lab alarm``: replays the collapse alarm on finished runs, with its default limits or with another strain.
+"""``sorl-lab alarm``: replays the collapse alarm on finished runs, with its default limits or another early one.
 
 The default limits were chosen on runs of one size. On runs of your own, some stable and some collapsed, this shows how
 early the alarm would have come, and how often it would have been false.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sorl_env.errors import UserError
-from sorl_env.text import figure, markdown_table, read_json
+from sorl_env.text import format_number, markdown_table, read_json
 from sorl_train.config.files import read_resolved
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.report.groups import find_runs
@@ -40,12 +40,12 @@ class Recorded:
 @dataclass(frozen=True)
 class Judged:
     """What happened to a run: the step from which on success stayed below half of its best so far (None: no collapse),
-    the first alarm, and the highest strain; of a collapsed run the strain up to ``AHEAD`` steps before the collapse
-    (None: it had no such step)."""
+    the first alarm, and the highest mean update distance; of a collapsed run only up to ``AHEAD`` steps before the
+    collapse (None: it had no such step)."""
 
     lost: int | None
     alarm: Alarm | None
-    strain: float | None
+    mean_update_distance: float | None
 
     @property
     def lead(self) -> int | None:
@@ -113,16 +113,16 @@ def _read_records(path: Path) -> list[Recorded]:
 
 def judge(run: Recorded, limits: AlarmConfig) -> Judged:
     """Replay the alarm with these limits on a run."""
-    watch, found, strains = CollapseAlarm(limits), None, []
+    watch, found, distances = CollapseAlarm(limits), None, []
     best, lost = 0.0, None
     for line in run.lines:
         found = watch.observe(line["step"], line) or found
-        strains.append((line["step"], watch.strain))
+        distances.append((line["step"], watch.mean_update_distance))
         success = line.get(SUCCESS)
         if success is not None:
             best = max(best, success)
             lost = (lost or line["step"]) if success < COLLAPSED * best else None
-    early = [strain for step, strain in strains if lost is None or step <= lost - AHEAD]
+    early = [distance for step, distance in distances if lost is None or step <= lost - AHEAD]
     return Judged(lost, found, max(early, default=None))
 
 
@@ -137,15 +137,15 @@ def count(judged: Sequence[Judged]) -> Figures:
 def table(runs: Sequence[Recorded], judged: Sequence[Judged]) -> str:
     """A Markdown table with a row per run, and below it what they add up to."""
     heads = ["run", "seed", "steps", "peak", "final", "collapse step", "alarm step", "steps ahead"]
-    heads += ["highest strain", "signals"]
+    heads += ["highest mean_update_distance", "signals"]
     rows = []
     for run, one in zip(runs, judged, strict=True):
         success = [line[SUCCESS] for line in run.lines if line.get(SUCCESS) is not None]
         steps = run.lines[-1]["step"] if run.lines else 0
         row = [run.cell, run.seed, steps, max(success, default=None), *(success[-1:] or [None]), one.lost]
-        row += [one.alarm.step if one.alarm else None, one.lead, one.strain]
+        row += [one.alarm.step if one.alarm else None, one.lead, one.mean_update_distance]
         row.append(", ".join(one.alarm.signals) if one.alarm else None)
-        rows.append(["" if v is None else figure(v) if isinstance(v, float) else v for v in row])
+        rows.append(["" if v is None else format_number(v) if isinstance(v, float) else v for v in row])
     found = count(judged)
     return (
         f"{markdown_table(heads, rows)}\n\n{found.collapsed} collapsed (success stayed below half its peak), "

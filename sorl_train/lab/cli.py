@@ -21,7 +21,7 @@ from sorl_env.errors import UserError
 from sorl_train.config.files import to_yaml
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.lab import alarm, compare
-from sorl_train.lab.study import Run, Study, load_study, packaged_studies, table, write_results
+from sorl_train.lab.study import Study, StudyRun, load_study, packaged_studies, table, write_results
 from sorl_train.report.report import write_report
 from sorl_train.run.files import FolderLock, atomic_write
 from sorl_train.run.folder import RunDir
@@ -60,9 +60,11 @@ def _run(argv: Sequence[str]) -> int:
     replayed = commands.add_parser("alarm", help="replay the collapse alarm on finished runs")
     runs = "a run, a study's folder, or a file of recorded runs"
     replayed.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=runs)
-    usual = AlarmConfig().strain
-    about = f"alarm above this strain (default: {usual:g})"
-    replayed.add_argument("--alarm.strain", type=number(above=0), default=usual, metavar="LIMIT", help=about)
+    usual = AlarmConfig().mean_update_distance
+    about = f"alarm above this mean update distance (default: {usual:g})"
+    replayed.add_argument(
+        "--alarm.mean_update_distance", type=number(above=0), default=usual, metavar="LIMIT", help=about
+    )
     replayed.set_defaults(run=_alarm)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
@@ -93,7 +95,7 @@ def _stability(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     study, folder = _study(arguments)
     first = compare.first_runs(study)
-    failed: list[Run] = []
+    failed: list[StudyRun] = []
     if not arguments.table:
         failed = run_all(first, folder, arguments.jobs)
         results = compare.with_lost(study, write_results(study, folder), folder)
@@ -102,7 +104,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     return _conclude(study, folder, failed, compare.table(study, results) if results else "")
 
 
-def _conclude(study: Study, folder: Path, failed: Sequence[Run], table: str) -> int:
+def _conclude(study: Study, folder: Path, failed: Sequence[StudyRun], table: str) -> int:
     """Print the table, make the page of all runs, and name the runs that are missing; the exit status."""
     if table:
         print(f"{table}\n\nall runs on one page: {write_report([folder], folder / 'report.html')}")
@@ -124,12 +126,12 @@ def _conclude(study: Study, folder: Path, failed: Sequence[Run], table: str) -> 
 
 def _alarm(arguments: argparse.Namespace) -> int:
     runs = alarm.read_runs(arguments.runs)
-    limits = AlarmConfig(strain=getattr(arguments, "alarm.strain"))
+    limits = AlarmConfig(mean_update_distance=getattr(arguments, "alarm.mean_update_distance"))
     print(alarm.table(runs, [alarm.judge(run, limits) for run in runs]))
     return 0
 
 
-def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
+def run_all(runs: Sequence[StudyRun], folder: Path, jobs: int) -> list[StudyRun]:
     """Run those that have not finished, ``jobs`` at a time, each in its own process, and return those that failed.
 
     A run that was interrupted earlier continues from its last checkpoint. Ctrl-C lets every run save and end. Raises
@@ -139,7 +141,7 @@ def run_all(runs: Sequence[Run], folder: Path, jobs: int) -> list[Run]:
     _progress(f"{len(runs)} runs, {len(runs) - len(waiting)} done, {jobs} at a time")
     for name in ("logs", "configs"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    running: dict[subprocess.Popen[bytes], tuple[Run, float]] = {}
+    running: dict[subprocess.Popen[bytes], tuple[StudyRun, float]] = {}
     # the runs inherit the lock, so they still hold it if sorl-lab is killed
     with FolderLock(folder, "--out") as lock:
         try:
@@ -178,7 +180,7 @@ def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
             continue
 
 
-def _start(run: Run, folder: Path, lock: int) -> subprocess.Popen[bytes]:
+def _start(run: StudyRun, folder: Path, lock: int) -> subprocess.Popen[bytes]:
     run_dir = folder / "runs" / run.id
     if RunDir(run_dir).config.is_file() and RunDir(run_dir).has_checkpoint:
         words = ["--resume"]
@@ -193,7 +195,7 @@ def _start(run: Run, folder: Path, lock: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _finished(run: Run, folder: Path) -> bool:
+def _finished(run: StudyRun, folder: Path) -> bool:
     return RunDir(folder / "runs" / run.id).summary.is_file()
 
 

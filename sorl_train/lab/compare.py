@@ -17,7 +17,7 @@ import numpy as np
 
 from sorl_env.errors import UserError
 from sorl_env.text import markdown_table
-from sorl_train.lab.study import Run, Study
+from sorl_train.lab.study import Study, StudyRun
 from sorl_train.run.folder import NON_FINITE, RunDir
 from sorl_train.run.stability import COLLAPSED, step_seconds, success_curve
 
@@ -43,13 +43,13 @@ def rates_of(study: Study) -> dict[float, float]:
     return pairs
 
 
-def first_runs(study: Study) -> list[Run]:
+def first_runs(study: Study) -> list[StudyRun]:
     """The runs at the rates among which each arm's best is looked for."""
     rates = rates_of(study)
     return [run for run in study.runs if run.config.optim.lr in rates]
 
 
-def tenfold_runs(study: Study, results: Sequence[Mapping[str, Any]]) -> list[Run]:
+def tenfold_runs(study: Study, results: Sequence[Mapping[str, Any]]) -> list[StudyRun]:
     """The runs at ten times the best rate of each arm."""
     rates, best = rates_of(study), best_rates(study, results)
     return [run for run in study.runs if run.arm in best and run.config.optim.lr == rates[best[run.arm]]]

@@ -46,7 +46,7 @@ KEYS = ("base", "settings", "seeds", "arms", "axes")
 
 
 @dataclass(frozen=True)
-class Run:
+class StudyRun:
     """One run of a study: an arm, a point on the axes, a seed."""
 
     arm: str
@@ -75,7 +75,7 @@ class Study:
     """All runs of a study, ordered so that every cell runs its first seed before any runs its second."""
 
     name: str
-    runs: tuple[Run, ...]
+    runs: tuple[StudyRun, ...]
 
 
 def packaged_studies() -> list[str]:
@@ -101,7 +101,7 @@ def load_study(name_or_path: str) -> Study:
     _check_form(path, study)
     arms, axes = study.get("arms", {"default": None}), study.get("axes", {})
     base = find_config(study.get("base", "quickstart"), beside=path.parent)
-    runs: dict[str, Run] = {}
+    runs: dict[str, StudyRun] = {}
     for seed, (arm, settings) in itertools.product(study.get("seeds", [0]), arms.items()):
         for values in itertools.product(*axes.values()):
             point = tuple(zip(axes, values, strict=True))
@@ -111,7 +111,7 @@ def load_study(name_or_path: str) -> Study:
             try:
                 shared = merge(nest(study.get("settings", {})), nest(own))
                 config = load_config(base, {**strict, "seed": seed}, shared=shared)
-                run = Run(arm, point, seed, config)
+                run = StudyRun(arm, point, seed, config)
             except UserError as error:
                 raise UserError(f"{path}, {arm} at {dict(point)}: {error}") from error
             if run.id in runs:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.log_probs import TokenStats
 from sorl_train.models.forward import action_stats, autocast
-from sorl_train.models.packing import packs
+from sorl_train.models.packing import uses_packing
 
 
 class HeldWeights(Protocol):
@@ -43,7 +43,7 @@ class Backend(HeldWeights, Protocol):
     always_backward: bool
 
     @property
-    def packs(self) -> bool:
+    def uses_packing(self) -> bool:
         """Whether rollouts of a group share the computation of their prompt, so that they belong together."""
 
     def log_probs(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
@@ -83,8 +83,10 @@ class TorchBackend:
         self._temperature = temperature
 
     @property
-    def packs(self) -> bool:
-        return packs(getattr(self.model, "backbone", self.model))  # a critic packs the rows of its backbone
+    def uses_packing(self) -> bool:
+        return uses_packing(
+            getattr(self.model, "backbone", self.model)
+        )  # a critic packs the rows of its backbone
 
     def log_probs(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
         with autocast(self._dtype, self.device):

@@ -100,7 +100,7 @@ def mean_over(mini: Batch, aggregation: Aggregation) -> dict[str, Any]:
 
 def on_device(mini: Batch, size: int, backend: Backend) -> Iterator[tuple[Tensor, Batch, bool]]:
     """The micro-batches of ``mini``: their rows in it, themselves on the backend's device, whether it is the last."""
-    micros = list(mini.micro_batches(size, by_group=backend.packs))
+    micros = list(mini.micro_batches(size, by_group=backend.uses_packing))
     for number, (rows, micro) in enumerate(micros, start=1):
         yield rows, micro.to(backend.device), number == len(micros)
 

@@ -58,7 +58,7 @@ def action_stats(model: Any, token_ids: Tensor, mask: Tensor, **wanted: Any) -> 
     tenth of the tokens or more (``packing``). Padded rows need no attention mask: padding is on the right, and causal
     attention does not look there. ``token_ids`` is (B, L), the bool ``mask`` (B, T), T = L - 1. ``wanted`` are
     ``temperature``, ``entropy`` and ``logit_scale`` of ``token_log_probs``."""
-    packed = packing.pack(token_ids, mask) if packing.packs(model) else None
+    packed = packing.pack(token_ids, mask) if packing.uses_packing(model) else None
     if packed is None:
         inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
         logits = logits_at(model, lambda hidden: hidden[mask], inputs)  # (N, V)

@@ -50,7 +50,7 @@ def packaged_gguf(package: str) -> Path:
 def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """The byte-level BPE tokenizer that the key-value part of a GGUF file describes. ``AutoTokenizer(gguf_file=...)``
     would give SmolLM2 other ids than it was trained on: it does not split digits, and takes ``<|im_start|>`` for the
-    end-of-sequence token. Raises ``UserError`` if the tokenizer is no byte-level BPE, or cuts text in an unknown way.
+    end-of-sequence token. Raises ``UserError`` if the tokenizer is of another kind, or cuts text in an unknown way.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

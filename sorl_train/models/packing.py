@@ -187,7 +187,7 @@ def inputs(packed: Packed) -> dict[str, Any]:
     }
 
 
-def packs(model: Any) -> bool:
+def uses_packing(model: Any) -> bool:
     """Whether ``enable_packing`` was called on the model."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED
 

@@ -150,7 +150,7 @@ class Critic(nn.Module):
         """Values of some states, in packed rows where that saves enough (``packing``). ``token_ids`` is (B, L); the
         bool ``mask`` (B, T), T = L - 1, has the tokens whose states are asked for. Returns (B, T) float32, 0 off the
         mask."""
-        packed = packing.pack(token_ids, mask) if packing.packs(self.backbone) else None
+        packed = packing.pack(token_ids, mask) if packing.uses_packing(self.backbone) else None
         if packed is None:
             inputs = {"input_ids": token_ids[:, :-1], "use_cache": False}
         else:

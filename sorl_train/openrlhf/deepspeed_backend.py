@@ -108,7 +108,7 @@ class DeepSpeedBackend:
     """
 
     always_backward = True  # all ranks have to go through the backward pass together
-    packs = False
+    uses_packing = False
 
     def __init__(self, engine: Any, *, temperature: float = 1.0, head: ValueHead | None = None) -> None:
         self.engine = engine

@@ -28,7 +28,7 @@ ALLOWED = {
     "ds.experts_implementation": "the kernel of a mixture of experts",
     "ds.grad_accum_dtype": "the dtype in which micro-batches are added up",
     "ds.overlap_comm": "communication during the backward pass",
-    "ds.zpg": "ZeRO++: a second copy of the weights in each group of so many GPUs",
+    "ds.zpg": "ZeRO++: a second copy of the weights in each group of this many GPUs",
     "train.full_determinism_enable": "slower kernels that repeat exactly",
     "vllm.enable_prefix_caching": "keep the key-value cache of earlier turns",
     "vllm.enforce_eager": "no CUDA graphs",

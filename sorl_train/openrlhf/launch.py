@@ -25,7 +25,7 @@ from sorl_env.envs.prompts import check_prompts
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import load_tokenizer, model_shape
-from sorl_train.openrlhf.checks import (
+from sorl_train.openrlhf.engine_limits import (
     check,
     check_attention,
     check_model,

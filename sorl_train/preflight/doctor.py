@@ -34,13 +34,15 @@ def _examine(argv: Sequence[str]) -> int:
     own, rest = parser.parse_known_args(argv)
     arguments = parse(rest)
     config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
-    from sorl_train.preflight.checks import examine
-    from sorl_train.preflight.inputs import Run
+    from sorl_train.preflight.inputs import PreflightContext
+    from sorl_train.preflight.preflight import examine
 
     findings = []
     logging.disable(logging.WARNING)  # of libraries, for what a finding reports
     try:
-        for finding in examine(Run(config, own.index, new=not (arguments.resume or arguments.overwrite))):
+        for finding in examine(
+            PreflightContext(config, own.index, new=not (arguments.resume or arguments.overwrite))
+        ):
             findings.append(finding)
             if not own.json:
                 print(finding.as_text(), flush=True)

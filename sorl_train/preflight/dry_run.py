@@ -13,17 +13,17 @@ from sorl_env.envs.text_env import TextEnv
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Limits
-from sorl_train.config.checks import remarks
+from sorl_train.config.config_rules import remarks
 from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.schema import as_text, flatten
 from sorl_train.config.settings import SamplerConfig, TrainConfig, UpdateConfig
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import ModelShape, load_tokenizer, model_shape
-from sorl_train.openrlhf.checks import check_model, critic_start
+from sorl_train.openrlhf.engine_limits import check_model, critic_start
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
-from sorl_train.preflight.checks import examine
-from sorl_train.preflight.inputs import Run, planned
+from sorl_train.preflight.inputs import PreflightContext, planned
 from sorl_train.preflight.memory import H100, Memory, estimate_cluster_memory, estimate_memory, gigabytes, row
+from sorl_train.preflight.preflight import examine
 from sorl_train.run.folder import RunDir
 from sorl_train.sft.cold_start import start_folder
 
@@ -32,7 +32,7 @@ CHECKS = ("settings", "task", "data", "model", "corpus")  # those that any machi
 
 def plan_text(config: TrainConfig) -> str:
     """Describe a run. Raises ``UserError`` for whatever would stop it before its first step."""
-    findings = list(examine(Run(config), CHECKS))
+    findings = list(examine(PreflightContext(config), CHECKS))
     for finding in findings:
         if finding.status == "fail":
             raise UserError(f"{finding.detail}\n{finding.fix[:1].upper()}{finding.fix[1:]}".rstrip())
@@ -200,7 +200,7 @@ def _command(run_dir: RunDir, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _cluster_memory(memory: Memory, limits: Limits, ranks: int, each: int) -> list[str]:
-    """``ranks`` on a CPU, or 0; ``each`` vLLM engine gets so many trajectories in a step."""
+    """``ranks`` on a CPU, or 0; ``each`` is the number of trajectories that a vLLM engine gets in a step."""
     if ranks:
         lines = [*memory.lines(), f"{_count(ranks, 'rank')} on this machine"]
     else:

@@ -40,7 +40,7 @@ def check_settings(config: TrainConfig) -> None:
     if config.sft.demos is not None and not sum(1 for _ in read_rows(config.sft.demos)):
         raise UserError(f"sft.demos={config.sft.demos}: it has no rows; give a file of demonstrations")
     if config.engine == "openrlhf":
-        from sorl_train.openrlhf.checks import check
+        from sorl_train.openrlhf.engine_limits import check
 
         check(config)
     else:
@@ -124,7 +124,7 @@ class Finding:
 
 
 @dataclass
-class Run:
+class PreflightContext:
     """What is known of the run. Checks fill in the last three attributes, on which later ones build.
 
     The server at ``search.url`` should serve the folder ``index``. A ``new`` run begins a folder of its own, in which

@@ -133,7 +133,7 @@ def read_run(path: Path, label: str, dialogues: int = COUNT, cell: str | None = 
     summary = _read(run.summary, _json_mapping, notes) or {}
     if not (config or metrics or step_files(run.trajectories)):
         raise UserError(
-            f"{path} is no run folder: none of config.yaml, metrics.jsonl and trajectories/ can be read"
+            f"{path} is not a run folder: none of config.yaml, metrics.jsonl and trajectories/ can be read"
         )
     return ReportRun(
         label=label,

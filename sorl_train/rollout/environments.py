@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sorl_env.envs.text_env import TextEnv, need_tools, open_env
+from sorl_env.envs.text_env import TextEnv, open_env, require_tool_env
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.outside import ask_for_prompt
@@ -98,7 +98,7 @@ def refuse_unsuitable_task(config: TrainConfig, env: TextEnv) -> None:
 
 def without_tools(env: TextEnv) -> ToolUseEnv:
     """The same environment, with tools that find nothing. Raises ``UserError`` if it is none with tools."""
-    talking = need_tools(env, "eval.search_off")
+    talking = require_tool_env(env, "eval.search_off")
     silent = talking.spawn()
     silent.toolbox = Toolbox(
         [SilentTool(tool.name, tool.description, tool.schema) for tool in talking.toolbox.tools]

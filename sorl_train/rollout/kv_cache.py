@@ -79,7 +79,7 @@ class RowCache:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int], most: int | None = None) -> None:
-        """Copy rows, or at most so many of their first tokens, into empty rows, pair by pair."""
+        """Copy rows, or at most that number of their first tokens, into empty rows, pair by pair."""
         assert not self.lengths[targets].any(), (
             f"rows {targets} are not empty: {self.lengths[targets]} tokens"
         )

@@ -37,8 +37,8 @@ def rollout_metrics(
     trajectories: Sequence[Trajectory], answers: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
     """``rollout/``, ``reward/`` and ``tool/`` metrics of one step's trajectories. When all trajectories are excluded,
-    metrics such as the success rate are missing: an outage is no success rate of 0. ``answers`` has, for each example
-    id, those to look for in retrieved passages (``answers_of``)."""
+    metrics such as the success rate are missing: an outage is not a success rate of 0. ``answers`` has, for each
+    example id, those to look for in retrieved passages (``answers_of``)."""
     counted = [t for t in trajectories if not t.excluded]
     calls = [call for t in trajectories for call in _calls(t)]
     metrics = {

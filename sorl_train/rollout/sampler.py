@@ -29,7 +29,7 @@ from sorl_train.rollout.kv_cache import COLUMNS, ActiveRollout, RowCache, Slots,
 
 # Tokens (rows x columns) of one prefill pass: on a CPU as many as fit its cache, on a GPU enough to keep it busy.
 CPU_PREFILL, GPU_PREFILL = 2048, 16384
-# A beginning of at least so many tokens that new prompts have in common, or have in common with a row, is read once.
+# New prompts that share at least this many first tokens, with each other or with a row, have them computed once.
 LONG_BEGINNING = 32
 # A cache of at most this many bytes is kept between batches: for a tiny policy, touching new memory takes a tenth of
 # the rollout. A larger cache is freed for the update.

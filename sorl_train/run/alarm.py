@@ -1,11 +1,11 @@
 """The collapse alarm: it reads a run's metrics step by step, and warns before success falls.
 
 It computes five signals, each with a limit (``AlarmConfig``), and raises in the first step in which one is above its
-limit. ``strain`` warns early: how far a step's updates move the policy from the one that sampled the batch, averaged
-over about the last ``MEMORY`` steps, where one step counts for at most ``SPIKE``. In healthy runs it stays low even if
-single steps are extreme; in others it is high many steps before success falls. The other four signals are means over
-``WINDOW`` steps and react to sudden changes. docs/stability.md says on which runs the limits were chosen, and how
-well they do on other runs.
+limit. ``mean_update_distance`` warns early: how far a step's updates move the policy from the one that sampled the
+batch, averaged over about the last ``MEMORY`` steps, where one step counts for at most ``SPIKE``. In healthy runs it
+stays low even if single steps are extreme; in others it is high many steps before success falls. The other four signals
+are means over ``WINDOW`` steps and react to sudden changes. docs/stability.md says on which runs the limits were
+chosen, and how well they do on other runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from sorl_train.config.run_settings import AlarmConfig
 
 WINDOW = 3  # steps that sudden signals are averaged over
-MEMORY = 50  # steps after which a step's weight in the strain has fallen by a factor of e
-SPIKE = 0.3  # the most that one step counts in the strain: healthy runs have single steps far above it
+MEMORY = 50  # steps after which a step's weight in the mean update distance has fallen by a factor of e
+SPIKE = 0.3  # the most that one step counts in the mean update distance: healthy runs have single steps far above it
 CHANCE = 3.5  # standard errors of a share of turns that chance is held to explain
 BASELINE = 3  # first training steps, whose gradient norms and entropies later steps are compared with
 
@@ -54,14 +54,14 @@ class CollapseAlarm:
         # shares of valid turns, and numbers of turns
         self._valid: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._best_valid = (0.0, 1.0)
-        self._strain, self._steps_seen = 0.0, 0.0  # sums in which older steps have less weight
+        self._distance, self._steps_seen = 0.0, 0.0  # sums in which older steps have less weight
         self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._raised = False
 
     @property
-    def strain(self) -> float:
-        """The strain of the steps so far; 0 before the first."""
-        return self._strain / self._steps_seen if self._steps_seen else 0.0
+    def mean_update_distance(self) -> float:
+        """The mean update distance of the steps so far; 0 before the first."""
+        return self._distance / self._steps_seen if self._steps_seen else 0.0
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
         """Take in the metrics of a training step (None: not finite). Returns the alarm in the step that raises it."""
@@ -70,10 +70,10 @@ class CollapseAlarm:
         sudden = self._sudden(metrics)
         self._recent.append(sudden)
         kept = math.exp(-1.0 / MEMORY)  # the weight of a step falls by a factor of e in MEMORY steps
-        self._strain = kept * self._strain + min(sudden["ratio_tail"], SPIKE)
+        self._distance = kept * self._distance + min(sudden["ratio_tail"], SPIKE)
         self._steps_seen = kept * self._steps_seen + 1.0
-        # a trust region bounds the strain by design, and keeps it high at high rates, where it does no harm
-        signals = {} if "loss/trust_kl" in metrics else {"strain": self.strain}
+        # a trust region bounds this distance by design, and keeps it high at high rates, where it does no harm
+        signals = {} if "loss/trust_kl" in metrics else {"mean_update_distance": self.mean_update_distance}
         signals |= {name: math.fsum(one[name] for one in self._recent) / WINDOW for name in sudden}
         signals["invalid_turns"] = self._fall_of_valid_turns(metrics)
         beyond = {name: value for name, value in signals.items() if value > getattr(self._config, name)}
@@ -128,7 +128,8 @@ def _chance(share: float, turns: float) -> float:
 
 
 _DESCRIBED = {
-    "strain": "updates move the policy too far: the running mean of the RMS log-ratio to the old policy is {value:.3f}",
+    "mean_update_distance": "updates move the policy too far: the running mean of the RMS log-ratio to the old policy "
+    "is {value:.3f}",
     "ratio_tail": f"the RMS log-ratio to the old policy, over {WINDOW} steps, is {{value:.2f}}",
     "invalid_turns": f"the share of valid turns, over {WINDOW} steps, is {{value:.3f}} below its best value",
     "grad_norm": f"the gradient norm, over {WINDOW} steps, is {{value:.1f}} times the highest of the first steps",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.task import Task
-from sorl_env.text import figure, markdown_table
+from sorl_env.text import format_number, markdown_table
 from sorl_train.config.files import config_hash
 from sorl_train.config.find_algorithm import short_name
 from sorl_train.config.settings import TINY, TrainConfig
@@ -144,7 +144,7 @@ def _evaluated(run_dir: RunDir, evaluations: Sequence[Mapping[str, Any]], step: 
         whose = "this policy" if at == step else "before training" if at == 0 else "an earlier policy"
         asked = run_dir.trajectories / f"eval_{at:06d}.jsonl"  # unless these were deleted
         count = str(asked.read_bytes().count(b"\n")) if asked.is_file() else ""
-        rows.append((f"{at}, {whose}", count, *(figure(line.get(name), missing="") for name in names)))
+        rows.append((f"{at}, {whose}", count, *(format_number(line.get(name), missing="") for name in names)))
     return markdown_table(("step", "questions", *(_FIGURES[name] for name in names)), rows) if rows else ""
 
 

@@ -108,7 +108,7 @@ def learned(success: Sequence[float], questions: float) -> bool:
     that two of one policy differ by less than the standard error of a sample. It is that of Agresti and Coull, with
     four made-up questions, of which two are right: a start at 0 has an error, too.
 
-    ``success`` is that of the cold start, then of the other evaluations, each of so many ``questions``.
+    ``success`` is that of the cold start, then of the other evaluations, each on ``questions`` questions.
     """
     share = (success[0] * questions + 2) / (questions + 4)
     return max(success) > share + 2 * math.sqrt(share * (1 - share) / (questions + 4))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from sorl_env.envs.prompts import make_codec
-from sorl_env.envs.text_env import TextEnv, need_tools
+from sorl_env.envs.text_env import TextEnv, require_tool_env
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.rollout import RolloutJob, SampledTurn, TrajectoryBuilder
@@ -136,7 +136,7 @@ def _dialogue(row: Mapping[str, Any], where: str) -> tuple[str, Sequence[tuple[b
 def load_demos(sft: SftConfig, env: TextEnv, tokenizer: Any, *, use_chat_template: bool) -> list[Demo]:
     """Demonstrations from ``sft.demos`` or, without it, from the task's scripted expert."""
     if sft.demos is None:
-        played = need_tools(env, "a scripted expert (sft.demos without a file)")
+        played = require_tool_env(env, "a scripted expert (sft.demos without a file)")
         return expert_demos(played, tokenizer, sft.num_demos, use_chat_template=use_chat_template)
     return file_demos(
         sft.demos,

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS, Algorithm
 from sorl_train.cli import main
-from sorl_train.config.checks import remarks
+from sorl_train.config.config_rules import remarks
 from sorl_train.config.files import load_config, packaged_configs, read_resolved, to_yaml, with_overrides
 from sorl_train.config.schema import fields, flatten, unread
 from sorl_train.config.settings import TrainConfig

@@ -32,7 +32,7 @@ class DensePart:
     """The vectors of an index, and the encoder of its queries. ``facts`` are the part's parameters in the manifest;
     ``model`` is the folder or name of the embedding model, or the address of its server, if not what the manifest says.
     Raises ``UserError`` if a file cannot be read, or the model is missing or is not the one that the index was built
-    with, and ``ValueError`` if the vectors are not those of so many passages."""
+    with, and ``ValueError`` if the vectors are those of another number of passages."""
 
     def __init__(
         self, folder: Path, facts: Mapping[str, Any], passages: int, model: str | None, device: str | None

@@ -56,7 +56,7 @@ def index_words(passages: Sequence[Passage]) -> Any:
 
 def open_words(folder: Path, passages: int) -> Any:
     """A ``bm25s.BM25`` that was saved; its postings are memory-mapped, so processes share one copy of them. Raises
-    ``ValueError`` if the postings are not those of so many passages, and ``OSError`` if a file cannot be read."""
+    ``ValueError`` if the postings belong to another number of passages, and ``OSError`` if a file cannot be read."""
     import bm25s
 
     index = bm25s.BM25.load(folder, mmap=True)

@@ -175,8 +175,8 @@ def _readable(schema: Any, depth: int) -> dict[str, Any]:
 
 
 def reply_of(result: mcp_types.CallToolResult) -> ToolReply:
-    """The text of a result. What is no text is named and left out; a result without any is its structured content.
-    Raises ToolInputError if the result is an error; the policy reads it."""
+    """The text of a result. Content that is not text is named and left out; a result without content is its
+    structured content. Raises ToolInputError if the result is an error; the policy reads it."""
     text = "\n".join(filter(None, map(_text_of, result.content)))
     if not result.content and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)

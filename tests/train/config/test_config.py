@@ -11,7 +11,7 @@ import pytest
 
 from sorl_env.errors import UserError
 from sorl_train.algorithms import ALGORITHMS
-from sorl_train.config.checks import remarks, validate
+from sorl_train.config.config_rules import remarks, validate
 from sorl_train.config.files import (
     config_hash,
     load_config,

@@ -22,21 +22,21 @@ CALM = {
 }
 
 
-def run(success: tuple[float, ...], strain: float = 0.01, **first: Any) -> Recorded:
+def run(success: tuple[float, ...], mean_update_distance: float = 0.01, **first: Any) -> Recorded:
     """A run with an evaluation after each step; ``first`` is what its first step has instead."""
-    every = CALM | {"loss/approx_kl": strain**2 / 2}
+    every = CALM | {"loss/approx_kl": mean_update_distance**2 / 2}
     lines = [every | {"step": step, "eval/success": value} for step, value in enumerate(success, start=1)]
     return Recorded("a study", "an arm", 3, [lines[0] | first, *lines[1:]])
 
 
 def test_half_the_peak_is_lost_when_success_stays_below_it() -> None:
     """Half of .8 is lost in step 3 for good, in step 2 only for a while; .2 alarms at once."""
-    lost = judge(run((0.8, 0.7, 0.3, 0.2), strain=0.2), AlarmConfig())
+    lost = judge(run((0.8, 0.7, 0.3, 0.2), mean_update_distance=0.2), AlarmConfig())
     back = judge(run((0.8, 0.3, 0.5, 0.6)), AlarmConfig())
     assert (lost.lost, lost.alarm and lost.alarm.step, lost.lead) == (3, 1, 2)
     assert (back.lost, back.alarm, back.lead) == (None, None, None)
     # five steps ahead of step 3 there is none
-    assert (lost.strain, back.strain) == (None, pytest.approx(0.01))
+    assert (lost.mean_update_distance, back.mean_update_distance) == (None, pytest.approx(0.01))
     assert count([lost, back]) == Figures(collapsed=1, ahead=0, healthy=1, alarmed=0)
 
 
@@ -50,9 +50,9 @@ def test_an_evaluation_without_a_figure_says_nothing() -> None:
 def test_strain_is_that_of_the_steps_with_time_left() -> None:
     """Half is lost in step 7: what counts is what was seen up to step 2."""
     early = run((0.8,) * 6 + (0.1,), **{"loss/approx_kl": 0.1**2 / 2})
-    assert judge(early, AlarmConfig()).strain == pytest.approx(0.1)
+    assert judge(early, AlarmConfig()).mean_update_distance == pytest.approx(0.1)
     assert count([judge(early, AlarmConfig())]) == Figures(collapsed=1, ahead=1, healthy=0, alarmed=0)
-    assert count([judge(early, AlarmConfig(strain=0.2))]) == Figures(1, 0, 0, 0)
+    assert count([judge(early, AlarmConfig(mean_update_distance=0.2))]) == Figures(1, 0, 0, 0)
 
 
 def run_folder(folder: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
@@ -73,12 +73,12 @@ def test_recorded_runs_are_read(tmp_path: Path) -> None:
 
 
 def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run_folder(tmp_path / "mine", run((0.8,) * 6 + (0.1,), strain=0.08).lines)
+    folder = run_folder(tmp_path / "mine", run((0.8,) * 6 + (0.1,), mean_update_distance=0.08).lines)
     assert main(["alarm", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "| mine | 4 | 7 | 0.800 | 0.100 | 7 | 1 | 6 | 0.080 | strain |" in out
+    assert "| mine | 4 | 7 | 0.800 | 0.100 | 7 | 1 | 6 | 0.080 | mean_update_distance |" in out
     assert "1 collapsed" in out and "1 of them with an alarm 5 or more steps before" in out
-    assert main(["alarm", str(folder), "--alarm.strain", "0.1"]) == 0
+    assert main(["alarm", str(folder), "--alarm.mean_update_distance", "0.1"]) == 0
     assert "| 7 | | | 0.080 | |" in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_train.lab import cli as lab
 from sorl_train.lab.cli import main, run_all
-from sorl_train.lab.study import Run, load_study
+from sorl_train.lab.study import StudyRun, load_study
 from sorl_train.run.files import FolderLock
 
 from ...waiting import wait_until
@@ -28,7 +28,7 @@ while true; do sleep 0.02; done
 
 
 @pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StudyRun:
     """A run whose process is ``STUBBORN``."""
     program = tmp_path / "stubborn"
     program.write_text(STUBBORN)
@@ -50,7 +50,7 @@ def test_a_run_that_fails_is_told_with_its_reason(tmp_path: Path, capsys: pytest
 
 
 def test_a_run_that_ends_with_status_0_and_no_summary_has_failed(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: StudyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(sys.executable).write_text("#!/bin/bash\nexit 0\n")
     assert run_all([run], tmp_path, 1) == [run]
@@ -70,7 +70,7 @@ def wait_for(log: Path, text: str) -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_each_ctrl_c_reaches_the_runs_and_none_is_left(run: Run, tmp_path: Path) -> None:
+def test_each_ctrl_c_reaches_the_runs_and_none_is_left(run: StudyRun, tmp_path: Path) -> None:
     log = tmp_path / "logs" / f"{run.id}.log"
 
     def press() -> None:
@@ -88,7 +88,7 @@ def test_each_ctrl_c_reaches_the_runs_and_none_is_left(run: Run, tmp_path: Path)
     assert run_all([], tmp_path, 1) == []  # the lock is free: no run is left
 
 
-def test_a_folder_is_one_studys_at_a_time(run: Run, tmp_path: Path) -> None:
+def test_a_folder_is_one_studys_at_a_time(run: StudyRun, tmp_path: Path) -> None:
     """Also while a run goes on whose sorl-lab was killed: two processes would write into one run folder."""
     for name in ("logs", "configs"):
         (tmp_path / name).mkdir()

@@ -79,7 +79,7 @@ def test_packed_rows_compute_what_padded_ones_do(name: str) -> None:
     why = try_packing(model, 256)
     if name in PADDED_ONLY:
         assert why is not None and any(reason in why for reason in PADDED_ONLY[name])
-        assert model.config._attn_implementation == before and not packing.packs(model)
+        assert model.config._attn_implementation == before and not packing.uses_packing(model)
     else:
         assert why is None
         torch.testing.assert_close(decoding(model), decoded, atol=1e-5, rtol=1e-5)
@@ -102,9 +102,9 @@ def test_a_model_keeps_its_attention_where_the_sampler_would_be_wrong(
     one_token = packing._one_token
     monkeypatch.setattr(packing, "_one_token", lambda *args: one_token(*args) * 1.01)
     why = try_packing(model, 256, sampled=True)
-    assert why is not None and "log-probabilities would differ" in why and not packing.packs(model)
+    assert why is not None and "log-probabilities would differ" in why and not packing.uses_packing(model)
     monkeypatch.undo()
-    assert try_packing(model, 256, sampled=True) is None and packing.packs(model)
+    assert try_packing(model, 256, sampled=True) is None and packing.uses_packing(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "phi3, window", "llama4, chunks"])
@@ -114,7 +114,7 @@ def test_a_critic_on_packed_rows_gives_the_same_values(name: str) -> None:
     torch.nn.init.normal_(critic.head.weight, std=0.5, generator=torch.Generator().manual_seed(0))
     before = critic.backbone.config._attn_implementation
     why = try_packing_critic(critic, 256)
-    assert (why is None) == (name not in PADDED_ONLY) == packing.packs(critic.backbone)
+    assert (why is None) == (name not in PADDED_ONLY) == packing.uses_packing(critic.backbone)
     token_ids, mask = rows()
 
     def values_and_gradients() -> tuple[Tensor, list[Tensor]]:

@@ -21,8 +21,8 @@ from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, by_rank, collate, put_together, rows_by_rank
 from sorl_train.learner.trust_region import final_kl_sample
-from sorl_train.openrlhf import checks, launch
-from sorl_train.openrlhf.checks import check, check_attention, critic_start
+from sorl_train.openrlhf import engine_limits, launch
+from sorl_train.openrlhf.engine_limits import check, check_attention, critic_start
 from sorl_train.openrlhf.flags import ALLOWED, COPIED, Placement, as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import cause_of_death, follow
 from sorl_train.openrlhf.prompts import exclude_older, training_loader
@@ -151,10 +151,10 @@ def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {**checks.TESTED, "ray": "2.60.0", "deepspeed": None}
-    monkeypatch.setattr(checks, "installed", found.get)
+    found = {**engine_limits.TESTED, "ray": "2.60.0", "deepspeed": None}
+    monkeypatch.setattr(engine_limits, "installed", found.get)
     with pytest.raises(UserError) as caught:
-        checks.check_versions()
+        engine_limits.check_versions()
     text = str(caught.value)
     assert "ray 2.55.0 is needed, 2.60.0 is installed" in text
     assert "deepspeed 0.19.6 is needed, none is installed" in text
@@ -164,10 +164,10 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_is_not_installed_is_refused_and_the_default_needs_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checks, "installed", {"flash-attn": "2.8.3"}.get)
+    monkeypatch.setattr(engine_limits, "installed", {"flash-attn": "2.8.3"}.get)
     for kernel in ("sdpa", "flash_attention_2", "kernels-community/flash-attn2"):
         check_attention({"ds.attn_implementation": kernel})
-    monkeypatch.setattr(checks, "installed", {}.get)
+    monkeypatch.setattr(engine_limits, "installed", {}.get)
     check_attention({})
     with pytest.raises(UserError) as caught:
         check_attention({"ds.attn_implementation": "flash_attention_2"})

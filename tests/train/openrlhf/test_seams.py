@@ -41,7 +41,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_versions_are_those_tested_with() -> None:
-    from sorl_train.openrlhf.checks import check_versions
+    from sorl_train.openrlhf.engine_limits import check_versions
 
     check_versions()
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from sorl_tools.index.build.build import build
-from sorl_train.preflight import checks as doctor_checks
 from sorl_train.preflight import doctor
+from sorl_train.preflight import preflight as doctor_checks
 
 from ...tools.loopback import LoopbackServer
 
@@ -165,13 +165,19 @@ def test_a_warning(world: World, examine: Examine, lacking: str, check: str, say
     assert status == 0 and says in found[check]
 
 
-CHECKS = "sorl_train.preflight.checks"
+CHECKS = "sorl_train.preflight.preflight"
 
 
 @pytest.mark.parametrize(
     ("place", "value", "engine", "check", "says"),
     [
-        ("sorl_train.openrlhf.checks.installed", lambda name: "0.1", "openrlhf", "versions", "ray 2.55.0"),
+        (
+            "sorl_train.openrlhf.engine_limits.installed",
+            lambda name: "0.1",
+            "openrlhf",
+            "versions",
+            "ray 2.55.0",
+        ),
         (f"{CHECKS}._free_memory", lambda: 10**8, "local", "memory", "0.10 GB free -> sorl-train --dry_run"),
         ("shutil.disk_usage", lambda _: SimpleNamespace(free=10**6), "local", "disk", "-> give a --run_dir"),
         (f"{CHECKS}.cache_folder", lambda: Path("/proc/no"), "local", "cache", "-> set SORL_CACHE"),

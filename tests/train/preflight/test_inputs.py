@@ -18,7 +18,7 @@ from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import ModelShape
 from sorl_train.models.tiny import build_tiny_policy
-from sorl_train.openrlhf.checks import check_model
+from sorl_train.openrlhf.engine_limits import check_model
 from sorl_train.preflight.doctor import main as doctor
 from sorl_train.preflight.inputs import repeats
 

@@ -12,7 +12,7 @@ import pytest
 from sorl_train.config.run_settings import AlarmConfig
 from sorl_train.run.alarm import BASELINE, MEMORY, SPIKE, CollapseAlarm
 
-LIMITS = AlarmConfig(strain=9.0, ratio_tail=1.0, invalid_turns=0.1, grad_norm=10.0, entropy=1.0)
+LIMITS = AlarmConfig(mean_update_distance=9.0, ratio_tail=1.0, invalid_turns=0.1, grad_norm=10.0, entropy=1.0)
 CALM = {
     "loss/grad_norm": 0.1,
     "loss/grad_norm_max": 0.2,
@@ -58,8 +58,8 @@ def far(*ratio_tails: float) -> list[dict[str, Any]]:
 def test_a_trust_region_is_not_strain_but_other_signs_alarm() -> None:
     """It keeps the ratios of a high rate near its limit for good, where they do no harm."""
     inside = [{**line, "loss/trust_kl": 0.005} for line in far(*[0.12] * 60)]
-    assert observe(CollapseAlarm(AlarmConfig(strain=0.07)), inside) == []
-    assert observe(CollapseAlarm(AlarmConfig(strain=0.07)), far(*[0.12] * 60)) == [1]
+    assert observe(CollapseAlarm(AlarmConfig(mean_update_distance=0.07)), inside) == []
+    assert observe(CollapseAlarm(AlarmConfig(mean_update_distance=0.07)), far(*[0.12] * 60)) == [1]
     forgotten = [{**line, "rollout/valid_turn_rate": 0.5} for line in inside[:6]]
     assert observe(CollapseAlarm(LIMITS), [*inside[:3], *forgotten]) != []
 
@@ -68,13 +68,13 @@ def test_strain_is_a_mean_in_which_older_steps_count_for_less() -> None:
     older = math.exp(-1.0 / MEMORY)
     mean = (older * 0.1 + 0.2) / (older + 1.0)
     for limit, raised in ((mean - 1e-6, [2]), (mean + 1e-6, [])):
-        assert observe(CollapseAlarm(AlarmConfig(strain=limit)), far(0.1, 0.2)) == raised
+        assert observe(CollapseAlarm(AlarmConfig(mean_update_distance=limit)), far(0.1, 0.2)) == raised
 
 
 def test_lone_steps_are_no_strain_and_many_small_ones_are() -> None:
     """A step counts as at most SPIKE: (9 * .03 + .3) / 10 < .07. One of .08 after the other comes above it."""
     assert SPIKE == 0.3
-    limits = AlarmConfig(strain=0.07, ratio_tail=9.0)
+    limits = AlarmConfig(mean_update_distance=0.07, ratio_tail=9.0)
     assert observe(CollapseAlarm(limits), far(*[0.03] * 9, 5.0, *[0.03] * 20)) == []
     (step,) = observe(CollapseAlarm(limits), far(*[0.03] * 9, *[0.08] * 50))
     assert 30 < step < 50  # without forgetting, 9 * .03 + n * .08 = (9 + n) * .07 has n = 36
@@ -88,7 +88,7 @@ def turns_of(share: float, turns: int, steps: int, draw: random.Random) -> list[
 
 def test_chance_is_no_fall_of_valid_turns_and_a_fall_is_found() -> None:
     """Few turns a step: compared with its best step alone, each of these steady runs fell by more than the limit."""
-    draw, limits = random.Random(3), AlarmConfig(strain=9.0)
+    draw, limits = random.Random(3), AlarmConfig(mean_update_distance=9.0)
     steady = [turns_of(share, turns, 200, draw) for share in (0.5, 0.7, 0.9) for turns in (8, 16, 32)] * 3
     assert [observe(CollapseAlarm(limits), steps) for steps in steady] == [[]] * 27
     best = [max(step["rollout/valid_turn_rate"] for step in steps) for steps in steady]
@@ -109,9 +109,9 @@ def test_a_step_without_turns_says_nothing_about_them() -> None:
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])  # as it is read back, and as the step has it
 def test_a_figure_that_is_not_finite_alarms_at_once(value: float | None) -> None:
     alarm = CollapseAlarm(LIMITS)
-    assert observe(alarm, [{}]) == [] and alarm.strain == pytest.approx(0.2)
+    assert observe(alarm, [{}]) == [] and alarm.mean_update_distance == pytest.approx(0.2)
     found = alarm.observe(2, CALM | {"loss/approx_kl": value})
-    assert found is not None and math.isfinite(alarm.strain)
+    assert found is not None and math.isfinite(alarm.mean_update_distance)
     assert found.signals_or_null() == {"ratio_tail": None}
     assert "3 steps, is inf (limit alarm.ratio_tail = 1)" in found.reason
 

@@ -210,7 +210,7 @@ def test_a_step_is_saved_again_in_the_place_of_a_damaged_one(tmp_path: Path) -> 
 def test_a_resumed_run_goes_on_with_the_strain_so_far(tmp_path: Path) -> None:
     """The means: .05, .05, just over .1, about .126. What was raised before the checkpoint is not raised again."""
     for seen, raised in ((3, [4]), (4, [])):
-        record = recorder(tmp_path / str(seen), alarm__strain=0.11)
+        record = recorder(tmp_path / str(seen), alarm__mean_update_distance=0.11)
         lines = [CALM | line for line in far(0.05, 0.05, 0.2, 0.2, 0.2)]
         for step in range(1, seen + 1):
             record.record(step, lines[step - 1])

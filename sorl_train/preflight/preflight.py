@@ -29,8 +29,8 @@ from sorl_tools.search.http import TOKEN_VARIABLE, HttpSearch
 from sorl_train.config.settings import TINY
 from sorl_train.models.forward import compute_dtype, pick_device
 from sorl_train.models.policy import load_tokenizer, model_shape
-from sorl_train.openrlhf.checks import check_attention, check_model, check_versions
-from sorl_train.preflight.inputs import UNASKED, Finding, Run, check_settings, planned, repeats
+from sorl_train.openrlhf.engine_limits import check_attention, check_model, check_versions
+from sorl_train.preflight.inputs import UNASKED, Finding, PreflightContext, check_settings, planned, repeats
 from sorl_train.preflight.memory import estimate_memory, gigabytes
 from sorl_train.rollout.environments import limits, refuse_test_questions
 from sorl_train.run.folder import RunDir
@@ -42,9 +42,9 @@ _WHOLE_MODEL = (
 LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers need themselves
 
 
-def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
+def examine(run: PreflightContext, names: Collection[str] = ()) -> Iterator[Finding]:
     """What the checks of these names find, in order; without names all checks."""
-    checks: dict[str, tuple[Callable[[Run], Iterable[Finding] | None], str]] = {
+    checks: dict[str, tuple[Callable[[PreflightContext], Iterable[Finding] | None], str]] = {
         "settings": (_settings, ""),
         "versions": (_versions, ""),
         "task": (_task, "correct --task or --task_args"),
@@ -74,21 +74,21 @@ def examine(run: Run, names: Collection[str] = ()) -> Iterator[Finding]:
 
 
 # Checks without findings of their own: ``examine`` reports what they raise.
-def _settings(run: Run) -> None:
+def _settings(run: PreflightContext) -> None:
     check_settings(run.config)
 
 
-def _versions(run: Run) -> None:
+def _versions(run: PreflightContext) -> None:
     if run.config.engine == "openrlhf":
         check_versions()
         check_attention(run.config.cluster.flags)
 
 
-def _task(run: Run) -> None:
+def _task(run: PreflightContext) -> None:
     run.task = load_task(run.config.task, **run.config.task_args)
 
 
-def _weights(run: Run) -> None:
+def _weights(run: PreflightContext) -> None:
     """Whether the model's files of weights are whole, as far as their headers and sizes tell."""
     folder = Path(run.config.model)
     weights = sorted(folder.glob("*.safetensors"))
@@ -102,11 +102,11 @@ def _weights(run: Run) -> None:
             raise UserError(f"{file}: not a whole safetensors file ({error})") from error
 
 
-def _cache(run: Run) -> None:
+def _cache(run: PreflightContext) -> None:
     _writable(cache_folder().absolute())
 
 
-def _data(run: Run) -> Iterator[Finding]:
+def _data(run: PreflightContext) -> Iterator[Finding]:
     config = run.config
     if run.task is None:
         return
@@ -141,7 +141,7 @@ def _data(run: Run) -> Iterator[Finding]:
             yield Finding("questions", "warn", caution)
 
 
-def _model(run: Run) -> Iterator[Finding]:
+def _model(run: PreflightContext) -> Iterator[Finding]:
     model, task = run.config.model, run.task
     detail = "tiny, built for the task when the run starts"
     if model != TINY:
@@ -155,7 +155,7 @@ def _model(run: Run) -> Iterator[Finding]:
     yield Finding("model", "ok", detail)
 
 
-def _prompts(run: Run) -> Iterator[Finding]:
+def _prompts(run: PreflightContext) -> Iterator[Finding]:
     """Count all prompts' tokens, unless servers would have to be started to know the tools that prompts describe."""
     config, task = run.config, run.task
     if task is None or run.failed or config.tools:
@@ -170,7 +170,7 @@ def _prompts(run: Run) -> Iterator[Finding]:
         yield Finding("prompts", "ok", detail)
 
 
-def _memory(run: Run) -> Iterator[Finding]:
+def _memory(run: PreflightContext) -> Iterator[Finding]:
     """Compare the estimate of ``--dry_run``, an upper bound, with the free memory."""
     config, free = run.config, _free_memory()
     if config.engine != "local" or run.shape is None or run.task is None:
@@ -213,7 +213,7 @@ def _free_memory() -> int:
         return free
 
 
-def _run_folder(run: Run) -> Iterator[Finding]:
+def _run_folder(run: PreflightContext) -> Iterator[Finding]:
     """Whether the run folder is free, can be written, and has room for checkpoints."""
     config = run.config
     if config.run_dir is not None and run.new:
@@ -236,7 +236,7 @@ def _writable(folder: Path) -> Path:
     try:
         tempfile.TemporaryFile(dir=part).close()
     except OSError as error:
-        raise UserError(f"{folder}: {part} is no folder that can be written ({error})") from error
+        raise UserError(f"{folder}: {part} is not a folder that can be written to ({error})") from error
     return part
 
 
@@ -244,7 +244,7 @@ HASHED = 20_000_000_000  # the most bytes of an index that are read to compare h
 PROBE_S = 5.0  # seconds to wait for a server
 
 
-def check_corpus(run: Run) -> Iterator[Finding]:
+def check_corpus(run: PreflightContext) -> Iterator[Finding]:
     """``search.corpus``: whether the corpus can be read to its end, or the index folder is whole."""
     if run.config.search.corpus is None:
         return
@@ -257,7 +257,7 @@ def check_corpus(run: Run) -> Iterator[Finding]:
         yield Finding("corpus", "fail", f"{path} holds no passages", "name another --search.corpus")
 
 
-def check_index(run: Run) -> Iterator[Finding]:
+def check_index(run: PreflightContext) -> Iterator[Finding]:
     """``--index``: whether the folder that the server should serve is whole."""
     if run.index is not None:
         yield _index_folder("index", run.index.expanduser())
@@ -275,7 +275,7 @@ def _index_folder(name: str, folder: Path) -> Finding:
     return Finding(name, "ok", f"{folder}: {manifest.backend}, {manifest.passages:,} passages")
 
 
-def check_tools(run: Run) -> Iterator[Finding]:
+def check_tools(run: PreflightContext) -> Iterator[Finding]:
     """Whether the task takes the corpus or server that it is given, and searches more than a sample."""
     search, task = run.config.search, run.task
     if task is None or not callable(task.tools):
@@ -295,7 +295,7 @@ def check_tools(run: Run) -> Iterator[Finding]:
         getattr(tool, "close", lambda: None)()
 
 
-def check_server(run: Run) -> Iterator[Finding]:
+def check_server(run: PreflightContext) -> Iterator[Finding]:
     """``search.url``: whether every server listens, is a retrieval server, and serves the right index."""
     if run.config.search.url is None:
         return
@@ -309,7 +309,7 @@ def check_server(run: Run) -> Iterator[Finding]:
         yield Finding("servers", "fail", f"they hold different indexes: {told}", "start them on the same one")
 
 
-def _one_server(run: Run, url: str, fingerprints: dict[str, str]) -> Finding:
+def _one_server(run: PreflightContext, url: str, fingerprints: dict[str, str]) -> Finding:
     address = httpx.URL(url)
     host, port = address.host, address.port or (443 if address.scheme == "https" else 80)
     try:
