@@ -54,7 +54,7 @@ def train(engine: LocalEngine, interrupted: threading.Event) -> None:
         engine.save_trajectories(step, trajectories)
         if recorder.record(step, metrics | tool_timings(trajectories), trajectories):
             engine.save_best()
-        recorder.watch(step, metrics, trajectories)
+        recorder.check_health(step, metrics, trajectories)
         if recorder.checkpoint_due(step):
             engine.save()
         recorder.stop_if_lost()

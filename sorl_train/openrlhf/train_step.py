@@ -172,7 +172,7 @@ class TrainStep:
         metrics = self.metrics | recorder.evaluate_if_due(step, self.evaluate_policy)
         if recorder.record(step, metrics | tool_timings(self.trajectories), self.trajectories):
             recorder.save_best(step, self.save_policy)
-        recorder.watch(step, metrics, self.trajectories)
+        recorder.check_health(step, metrics, self.trajectories)
         stop = self.run_dir.stop_file.exists()
         self.unsaved = (step, {**(client_states or {}), "global_step": step})
         if stop or recorder.checkpoint_due(step):

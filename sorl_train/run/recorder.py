@@ -150,7 +150,9 @@ class Recorder:
 
     # -- what ends a run ------------------------------------------------------------------------------------------
 
-    def watch(self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+    def check_health(
+        self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]
+    ) -> None:
         """Look for a collapse that has come or is coming, and for tools that are out; set ``ended`` as configured."""
         self._count_lost(step, trajectories)
         for kind, reason, is_told in step_events(metrics, self.config.rollout.dynamic_sampling):

@@ -110,12 +110,12 @@ def test_what_is_due(tmp_path: Path) -> None:
 def test_lost_steps_in_a_row_end_the_run_after_a_checkpoint(tmp_path: Path) -> None:
     record = recorder(tmp_path / "run")
     for step in range(1, MAX_LOST_STEPS):
-        record.watch(step, {}, LOST)
-    record.watch(5, {}, [*LOST, trajectory("b")])  # one usable trajectory: counted anew
+        record.check_health(step, {}, LOST)
+    record.check_health(5, {}, [*LOST, trajectory("b")])  # one usable trajectory: counted anew
     for step in range(6, 6 + MAX_LOST_STEPS):
         record.stop_if_lost()
         assert not record.checkpoint_due(step)
-        record.watch(step, {}, LOST)
+        record.check_health(step, {}, LOST)
     assert record.checkpoint_due(8)
     with pytest.raises(UserError, match=r"3 steps in a row was excluded; .*search is out"):
         record.stop_if_lost()
@@ -141,16 +141,16 @@ def test_a_checkpoint_gives_back_what_the_recorder_held(tmp_path: Path) -> None:
     for step, success in enumerate((0.8, 0.1)):
         is_best = record.record(step, {"eval/success": success})
         assert is_best == (step == 0)
-    record.watch(1, {}, LOST)
+    record.check_health(1, {}, LOST)
     checkpoint = save(record, 1)
     assert not record.ended
     again = Recorder(record.config, record.run_dir, record.task, QuietDisplay())
     assert again.restore(checkpoint)["mine"] == 1
     again.record(2, {"eval/success": 0.1})
-    again.watch(2, {}, LOST)
+    again.check_health(2, {}, LOST)
     assert "for 2 evaluations below half" in again.ended
     assert again.finish({"steps": 2})["best_success"] == 0.8
-    again.watch(3, {}, LOST)
+    again.check_health(3, {}, LOST)
     with pytest.raises(UserError, match="3 steps in a row"):
         again.stop_if_lost()
 
@@ -217,7 +217,7 @@ def test_a_resumed_run_goes_on_with_the_strain_so_far(tmp_path: Path) -> None:
         again = Recorder(record.config, record.run_dir, record.task, QuietDisplay())
         again.restore(save(record, seen))
         for step in range(seen + 1, 6):
-            again.watch(step, lines[step - 1], [trajectory("a")])
+            again.check_health(step, lines[step - 1], [trajectory("a")])
         events = read_jsonl(record.run_dir.events) if record.run_dir.events.exists() else []
         assert [event["step"] for event in events] == raised
 
