@@ -102,6 +102,7 @@ def run(readers: str, seconds: int = SECONDS) -> str:
     return done.stdout[-300:] + done.stderr[-600:]
 
 
+@pytest.mark.slow
 def test_every_reader_reads_long_texts() -> None:
     assert run("own['READERS']").endswith("all read\n")
 

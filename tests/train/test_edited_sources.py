@@ -61,6 +61,7 @@ def test_a_resume_with_an_edited_task_is_refused(task: Path, tmp_path: Path) -> 
     assert train_short(run_dir.path, resume=True, update__steps=3, **settings)[1]["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_resume_does_not_depend_on_what_was_imported_by_now(task: Path, tmp_path: Path) -> None:
     """The reward imports its helper when it is called: after the start has recorded the files, or before."""
     lazy = TASK.replace("from scale import scaled\n", "").replace(

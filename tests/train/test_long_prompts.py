@@ -144,6 +144,7 @@ def fails_at(step: int, error: Exception, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalEngine, "collect", failing)
 
 
+@pytest.mark.slow
 def test_it_is_saved_and_goes_on_exactly(tmp_path: Path) -> None:
     settings = SETTINGS | {"rollout__max_staleness": 2}
     whole, _ = train_short(tmp_path / "whole", **settings)

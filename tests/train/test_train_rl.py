@@ -159,6 +159,7 @@ def test_gradient_checkpointing_recomputes_both_models_and_scoring_is_in_eval_mo
     assert modes == {(True, True), (False, False)}
 
 
+@pytest.mark.slow
 def test_resume_after_kill_9_repeats_the_uninterrupted_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def test_words_need_no_model(corpus: Path, tmp_path: Path, option: str) -> None:
             open_source(source, **{option: "x"})
 
 
+@pytest.mark.slow
 def test_an_encoder_that_hangs_does_not_keep_the_server(start: Any, passages: Path, tmp_path: Path) -> None:
     encoder, asked, is_over = EmbeddingsServer(), threading.Event(), threading.Event()
     options = DenseOptions(model="m", encoder=encoder.address)

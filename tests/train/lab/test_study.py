@@ -72,6 +72,7 @@ def test_an_arm_may_set_what_only_some_points_of_an_axis_read(tmp_path: Path) ->
         load_study(str(write_study(tmp_path / "mine.yaml", arms=arms, axes={})))
 
 
+@pytest.mark.slow
 def test_packaged_studies_are_valid() -> None:
     severe = load_study("severe")
     papers = {"ppo", "turn_ppo", "s_ppo", "so_ppo", "grpo", "gspo", "so_grpo"}  # not the later algorithms

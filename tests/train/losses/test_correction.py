@@ -165,6 +165,7 @@ def test_the_level_is_by_default_that_of_the_ratio(algo: str, level: str) -> Non
     assert settings_of(algo, mode="band").level == level
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_on_policy_is_corrected(tmp_path: Path) -> None:
     """The cache of the sampler and the trainer's whole rows round differently. A single step on policy computes no old
     log-probabilities by itself: the correction asks for them."""

@@ -440,6 +440,7 @@ def test_a_web_page_runs_no_tools(server: Server) -> None:
     assert server.client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
+@pytest.mark.slow
 def test_dropped_streams_leave_nothing_in_the_log(run: Path) -> None:
     options = ["--model", str(run), "--hardware.threads", "1", "--sampler.max_concurrency", "2"]
     with Server(*options, "--drain_s", "0") as server:
