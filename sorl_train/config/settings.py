@@ -244,7 +244,7 @@ class UpdateConfig:
     """Trust region: limit of the mean token KL to the weights that began the batch; weights beyond it are
     moved back, and later steps are smaller (0.01 is a good limit). None: off."""
     trust_max_scale: Annotated[Float, Ge(1), needs("update.trust_kl")] = 1.0
-    """The trust region scales the learning rate by at most this; with 1000 the rate need not be known."""
+    """Upper bound of the learning-rate multiplier; 1000 lets the trust region find the rate."""
     critic_warmup_steps: Annotated[NonNegativeInt, CRITIC] = 0
     """Train only the critic in this many first training steps."""
 

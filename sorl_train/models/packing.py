@@ -1,7 +1,7 @@
 """Trajectories in one row without padding, in which what several of them begin with is computed once.
 
-Everything in a transformer but its attention treats tokens alone. So the tokens of a batch lie one after another, each
-with its own position, and only attention sees trajectories. The trajectories form a tree: a prompt, often a first
+Apart from attention, a transformer processes each token independently. So the tokens of a batch lie one after another,
+each with its own position, and only attention sees trajectories. The trajectories form a tree: a prompt, often a first
 search and its results, and then what is a trajectory's own. Attention has a row for each branch, with its own tokens as
 queries, and those of the branches that it grows from and its own as keys::
 
@@ -40,7 +40,7 @@ PLAIN = {"dropout", "scaling", "sliding_window", "position_ids", "use_cache"}
 
 @dataclass(frozen=True)
 class Block:
-    """R rows of attention of similar lengths, at most W tokens behind a beginning of at most P that others share."""
+    """R rows of attention of similar lengths, each of up to W own tokens after a shared prefix of up to P tokens."""
 
     queries: Tensor  # (R, W) the packed tokens of each row, padded with 0
     keys: Tensor  # (R, P + W) those that the row may attend to: its beginning, then its own
