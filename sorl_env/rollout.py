@@ -1,4 +1,4 @@
-"""Asynchronous rollout: many trajectories at the same time, each of which waits for its own tools only.
+"""Asynchronous rollout: many trajectories run at the same time, and each waits only for its own tools.
 
 The environment handles text; this module handles the tokens. It turns an environment, a tokenizer and a sampler into
 trajectories, and every engine uses it with a sampler of its own.
@@ -83,7 +83,8 @@ class RolloutSettings:
 
 
 class TrajectoryBuilder:
-    """Builds one trajectory: the prompt, then sampled turns and observations in alternation; it only appends.
+    """Builds one trajectory: the prompt, then sampled turns and observations in alternation. Tokens are only ever
+    appended.
 
     ``prompt`` is what the reset of ``env`` returned. ``known_prompts`` keeps the token ids of prompts for the other
     trajectories of a group.
@@ -116,7 +117,7 @@ class TrajectoryBuilder:
         self._log_probs.extend(log_probs)
 
     def overflows(self, sampled: SampledTurn, result: TurnInfo) -> bool:
-        """Whether no token would be left for another turn; then the episode has to be truncated before ``append``."""
+        """Whether no room would be left for another turn. If so, truncate the episode before calling ``append``."""
         if result.ended:
             return False
         size = len(self.token_ids) + len(sampled.token_ids) + len(self._reply_ids(sampled, result))

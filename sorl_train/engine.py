@@ -193,7 +193,8 @@ class LocalEngine:
             return run_jobs(env, self.tokenizer, self.sampler, jobs, settings, lambda _: advance(1))
 
     def usable(self, trajectories: list[Trajectory]) -> Batch | None:
-        """The tensors of those to train on: not of excluded ones, and with dynamic sampling of groups with a signal."""
+        """Tensors of the trajectories to train on: without excluded ones, and with dynamic sampling without groups of
+        equal rewards."""
         kept = [t for t in trajectories if not t.excluded]  # no other reaches a loss or a group's baseline
         batch = self.collate(kept) if kept else None
         if batch is not None and self.config.rollout.dynamic_sampling:
@@ -258,7 +259,8 @@ class LocalEngine:
         return means.result() | batch_metrics(batch)
 
     def _with_start(self, batch: Batch) -> Batch:
-        """Add what ``update.trust_kl`` and ``update.target_kl`` measure from if older weights sampled some of it."""
+        """Add the log-probabilities that ``update.trust_kl`` and ``update.target_kl`` measure from, if older weights
+        sampled part of the batch."""
         is_older = self.config.rollout.max_staleness > 0 or batch.replayed is not None
         update = self.config.update
         if not is_older or (update.trust_kl is None and update.target_kl is None):
@@ -280,7 +282,7 @@ class LocalEngine:
     # -- what is kept ---------------------------------------------------------------------------------------------
 
     def save_trajectories(self, step: int, trajectories: list[Trajectory]) -> None:
-        """Write the step's trajectories, if they are to be kept, and what the loss made of each of their tokens."""
+        """Write the step's trajectories, if they are to be kept, and the loss's figures for each of their tokens."""
         if self.last_update_stats is not None:
             batch, seen = self.last_update_stats
             texts = {t.id: self.classify.texts(t) for t in trajectories if t.id in seen}

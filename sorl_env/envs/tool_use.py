@@ -113,7 +113,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         self._toolbox = self._shared_tools = shared
 
     def spawn(self) -> ToolUseEnv:
-        """A new environment with the same task, examples, tools and spaces, and no episode; cheap."""
+        """Make another environment with the same task, examples, tools and spaces, and no episode. It is cheap."""
         env = copy.copy(self)
         env._np_random = env._np_random_seed = None
         env._owned_tools = frozenset()
@@ -131,7 +131,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         return self.begin_episode(index, tool_seed)
 
     def begin_episode(self, index: int, tool_seed: int = 0) -> tuple[str, dict[str, Any]]:
-        """Start an episode on example ``index``, drawing nothing at random; stateful tools get ``tool_seed``."""
+        """Start an episode on example ``index``. Nothing is drawn at random; ``tool_seed`` seeds stateful tools."""
         self.end_episode()
         examples = self.examples
         example = examples.examples[index]

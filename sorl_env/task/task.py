@@ -16,7 +16,7 @@ CHARS_A_TOKEN = 16
 
 
 class ExampleError(UserError):
-    """An example was made of something else than texts."""
+    """A field of an example has the wrong type: it has to be a text, or a list of texts."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Example:
     """One question. Its texts are made valid Unicode here, whatever their source (see ``sorl_env.text``).
 
     Attributes:
-        golden_answers: each of these is right.
+        golden_answers: the accepted answers.
         options: letter -> text, for multiple choice.
         metadata: JSON values for the task's own use, never shown to the policy.
 

@@ -44,7 +44,7 @@ class ToolReply(NamedTuple):
 
     Attributes:
         text: shown to the policy.
-        hits: number of results, for tools where that means something.
+        hits: number of results, for tools that return results.
         cached: the reply needed no call.
         cut_from: the characters that the text had before it was cut.
     """
@@ -116,7 +116,7 @@ class Tool(Protocol):
     - ``inline = True``: the call is fast and in this process, so it is safe on the event loop. Other tools run in a
       thread, which is abandoned at the deadline.
     - ``acall``: the coroutine version of ``__call__``.
-    - ``is_sample = True``: it replaces the real thing, such as a search in a task's embedded sample.
+    - ``is_sample = True``: it stands in for the real tool, such as a search in a task's embedded sample.
     - ``url = ".."``: the address of the server behind it, which the error of a call without a reply names.
     - ``close()``: frees what the tool holds.
     - ``new_episode(seed)``: the tool keeps state. The environment calls this at each reset and uses the returned tool

@@ -146,7 +146,7 @@ class Toolbox:
                 close()
 
     def _prepare(self, request: ToolRequest) -> tuple[_BoundTool, Any] | ToolCall:
-        """The tool and its argument, or the record of a request that cannot be served."""
+        """Look up the tool and decode its argument; a request that cannot be served gives the record of its call."""
         bound = self._bound.get(request.tool)
         if bound is not None and bound.raw_text:
             return bound, request.argument
@@ -161,7 +161,7 @@ class Toolbox:
     def _settle(
         self, request: ToolRequest, result: Any, latency_s: float, attempts: int
     ) -> ToolOutcome | float:
-        """The outcome that one attempt's result or exception means, or the seconds to wait before another try."""
+        """Turn one attempt's result or exception into an outcome, or into the seconds to wait before the next try."""
         refused = isinstance(result, ToolInputError)
         if refused or not isinstance(result, Exception):
             try:

@@ -49,7 +49,7 @@ class StopReason(str, Enum):
 
     @property
     def excluded(self) -> bool:
-        """Whether the trajectory says nothing about the policy; it is left out of the loss and of group baselines."""
+        """Whether the loss and group baselines leave the trajectory out, because it says nothing about the policy."""
         return self in (StopReason.ERROR, StopReason.ABORTED)
 
 
@@ -204,7 +204,7 @@ def _items_to_json(items: Mapping[str, float]) -> str:
 
 
 def _shortest(values: NDArray[np.float32]) -> list[float]:
-    """Float32 values as the doubles with the fewest digits that round back to them, which halves the file's size."""
+    """Each float32 value as the shortest decimal number that reads back as the same value: half the file's size."""
     shortest: list[float] = values.astype(np.float32).astype(str).astype(np.float64).tolist()
     return shortest
 

@@ -65,7 +65,7 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a template writes around a text from outside; ``as_json``: it writes the text as a JSON string."""
+    """What a template writes before and after a text from outside; with ``as_json`` the text is a JSON string."""
 
     before: str
     after: str
@@ -299,7 +299,7 @@ class ChatCodec:
         return self._encode(frame, text[: max(0, fits - 1)].rstrip())
 
     def _encode(self, frame: _Frame, text: str) -> list[int]:
-        """Token ids of the frame and a text in it, of which no control token comes."""
+        """Token ids of the frame around ``text``. Control tokens come from the frame alone, never from the text."""
         whole = frame.fill(self._control.harmless(valid_text(text)))
         ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False)
         return ids

@@ -53,7 +53,7 @@ class ParsedTurn(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _patterns(tools: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """A valid turn without another ``<``, and any tag."""
+    """Regular expressions for a valid turn that contains no further ``<``, and for any tag."""
     actions = "|".join(re.escape(name) for name in (*tools, "answer"))
     valid = re.compile(rf"\s*<think>([^<]*)</think>\s*<({actions})>([^<]*)</\2>\s*")
     return valid, re.compile(rf"<(/?)(think|information|{actions})>")
@@ -81,7 +81,7 @@ def parse_turn(text: str, tools: Collection[str] = ("search",), require_think: b
 
 
 def _parse_slowly(text: str, tag: re.Pattern[str], require_think: bool) -> ParsedTurn:
-    """Walk over the tags; the first fault decides."""
+    """Read the turn tag by tag, and report the first fault."""
     tags = list(tag.finditer(text))
     if any(match[2] == "information" for match in tags):
         return _invalid(FormatError.FORGED_INFORMATION, "only the environment writes information blocks")

@@ -30,7 +30,8 @@ PUBLISHED = {"none": (0.5, 1.0), "truncate": (0.5, 2.0), "band": (0.5, 5.0)}  # 
 
 
 def prepare(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]:
-    """What both engines train on: a scored rollout batch with advantages and corrections; also returns metrics.
+    """Turn a scored rollout batch into what both engines train on, with advantages and corrections; also returns
+    metrics.
 
     Trajectories without loss tokens are left out last: they took part in the comparison with the others.
     """
@@ -128,7 +129,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 def state_metrics(batch: Batch) -> dict[str, float]:
     """The share of the turns that another turn of the group can be compared with, as it started in the same state.
 
-    It takes the whole rollout batch, as the advantages do: a trajectory that is filtered afterwards was compared with.
+    It takes the whole rollout batch, because trajectories that are filtered afterwards took part in the comparison.
     """
     if batch.state_ids is None:
         return {}

@@ -64,7 +64,8 @@ class Batch:
 
     @property
     def began_log_probs(self) -> Tensor | None:
-        """(B, T), those of the weights that begin the batch's update; None where only that update computes them."""
+        """Log-probabilities (B, T) under the weights at the start of the batch's update; None if the update itself is
+        the first to compute them."""
         return self.old_log_probs if self.start_log_probs is None else self.start_log_probs
 
     def with_fields(self, **fields: Tensor) -> Batch:
@@ -161,7 +162,7 @@ def collate(
 
 
 def state_keys(trajectory: Trajectory, anchor_state: AnchorState) -> list[Hashable]:
-    """For each turn, the state that it started in, as what the environment had said in tokens.
+    """For each turn, the state that it started in: token ids of the environment's text.
 
     ``observation``: the environment's last words, which are the prompt or its reply to the turn before. ``history``:
     all its words so far, in their order. The policy's own words are no part of a state.

@@ -50,9 +50,9 @@ def token_kl(log_probs: Tensor, batch: Batch) -> float:
 
 
 def final_kl_sample(loss_masks: Iterable[Tensor]) -> list[int]:
-    """Which parts of a batch the KL after its last step is taken over: every fourth of those that have loss tokens.
+    """The parts of a batch on which the KL after its last step is measured: every fourth part with loss tokens.
 
-    They are chosen in the batch's order, before it is dealt out to ranks; it is at least one if any has loss tokens.
+    They are chosen before the batch is divided over ranks. At least one is chosen if any part has loss tokens.
 
     ``loss_masks`` are bool, that of each trajectory (T,), or of each micro-batch of another trainer.
     """
@@ -64,7 +64,7 @@ class TrustRegion:
 
     Args:
         limit: the largest mean token KL.
-        max_scale: the largest scale; above 1 the learning rate is only where the search for a good one begins.
+        max_scale: the largest scale; above 1 the configured learning rate is only where the search begins.
 
     Attributes:
         scale: what learning rates are multiplied by.
@@ -117,7 +117,8 @@ class TrustRegion:
         return kl
 
     def _check_noise(self, kl: float) -> None:
-        """Above half of the limit the scale could only shrink, never grow again. The loss names what is not finite."""
+        """Refuse a limit of which rounding alone takes more than half: the scale could then only shrink. Values that
+        are not finite are left to the loss, which names them."""
         if self.target < kl < math.inf:
             raise UserError(
                 f"update.trust_kl={self.limit:g} is too small for the precision of this run: at the weights that began "
@@ -131,7 +132,7 @@ class TrustRegion:
     def go_back(self, weights: Sequence[Tensor], kl: float, move: int) -> None:
         """Move weights at this KL along the line to where the batch began; the last ``move`` goes all the way.
 
-        The scale shrinks with the first move only: more of them say that earlier steps had left the region too.
+        Only the first move shrinks the scale: further ones mean that earlier steps had already left the region.
         """
         share = math.sqrt(self.target / kl) if move < MOST_MOVES else 0.0
         if move == 0:

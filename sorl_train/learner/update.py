@@ -30,7 +30,7 @@ from sorl_train.models.forward import disable_dropout
 
 
 class _Totals:
-    """What the micro-batches of one mini-batch add up to; log-probabilities and entropies are (B, T) on the CPU."""
+    """Sums over the micro-batches of one mini-batch; log-probabilities and entropies are (B, T) on the CPU."""
 
     def __init__(self, shape: torch.Size) -> None:
         self.log_probs, self.entropies = torch.zeros(shape), torch.zeros(shape)
@@ -96,7 +96,7 @@ class PolicyUpdate:
         """One optimizer step on the mini-batch ``mini``, the same however it is cut into micro-batches.
 
         Returns log-probabilities and entropies (B, T) before the step. A mini-batch without old log-probabilities was
-        sampled by these very weights: then they are these.
+        sampled by the current weights, so its old ones are these.
         """
         totals = self._accumulate(mini) if self.trust is None else self._accumulate_inside(mini, self.trust)
         if totals.not_finite:
@@ -260,7 +260,8 @@ class CriticUpdate:
             yield mini
 
     def step(self, mini: Batch, lr: float, means: Means) -> None:
-        """One optimizer step towards the returns; none without loss tokens, where Adam would follow its momentum."""
+        """One optimizer step towards the returns. Without loss tokens no step is taken: Adam's momentum would still
+        move the weights."""
         how = mean_over(mini, self.config.loss.aggregation)
         if not how["denominator"]:  # on any rank
             return
@@ -287,5 +288,5 @@ def _finite(grad_norm: float, what: str, mini: Batch) -> float:
 
 
 def _old_log_probs(batch: Batch, current: Tensor) -> Tensor:
-    """A batch comes without old log-probabilities if the current weights sampled it: then they are the current ones."""
+    """The batch's old log-probabilities, or the current ones if it has none: then the current weights sampled it."""
     return current if batch.old_log_probs is None else batch.old_log_probs

@@ -219,7 +219,7 @@ class TurnGroups:
         A^O compares the reward of the last turn, where a task's ``reward`` lies, in the group. A^T compares the reward
         of turn k with those of the k-th turns of the group's other rollouts, last turns left out. The paper has
         rollouts with two turns each; its code weights A^T with 1. Where rollouts choose when to stop, this is not the
-        gradient of the expected reward: what all earned who went on counts for none of them.
+        gradient of the expected reward: a reward that every rollout earns that goes on counts for none of them.
         """
         there = self.there
         last = (

@@ -87,7 +87,7 @@ class LossStats:
         return norms if math.isnan(logit) else {**norms, "logit": math.sqrt(logit)}
 
     def norm(self, name: ClipBiasNorm) -> float:
-        """One of ``norms``.
+        """The norm called ``name``.
 
         Raises ValueError for an unknown name, or ``logit`` without a ``logit_scale``.
         """
@@ -131,7 +131,7 @@ def loss_stats(
 
 @dataclass(frozen=True)
 class Normalization:
-    """What the trainer multiplies in one optimizer step."""
+    """The factors of one optimizer step."""
 
     grad_scale: float  # factor on the gradient, before it is clipped
     update_scale: float  # factor on the optimizer's step, that is, on its learning rate

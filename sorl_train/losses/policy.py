@@ -14,7 +14,7 @@ before the shift::
     loss_mask = [0  0  0  1  1  1  0  0  1  1 ]
     turn_ids  = [-1 -1 -1 0  0  0  -1 -1 1  1 ]
 
-What lies off the loss mask is never read, so it may be anything, NaN included.
+Values outside the loss mask are never read and may be anything, NaN included.
 
 Deviations from the paper: |y| and the turn's length count loss tokens (the policy's own, less those masked out of the
 loss). A token with A_t = 0 counts as not clipped. The log-ratio of a segment is clamped to +-20: beyond it the loss has
@@ -40,7 +40,7 @@ from sorl_train.losses.terms import check_shapes, row_weights
 
 @dataclass(frozen=True)
 class ClipRange:
-    """The range that ratios are clipped to, and the temperatures of the surrogate that has a gate instead.
+    """The range that ratios are clipped to, and the temperatures of ``sapo``, which has a soft gate instead.
 
     Raises ValueError if ``dual`` is not above 1, or a temperature not above 0.
     """
@@ -127,7 +127,7 @@ SURROGATES: Mapping[SurrogateName, Surrogate] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Which policy loss it is.
+    """The choice of policy loss.
 
     Attributes:
         ratio_level: the tokens that share an importance ratio.

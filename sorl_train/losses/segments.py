@@ -35,7 +35,7 @@ class Segments:
     def of(level: RatioLevel, loss_mask: Tensor, turn_ids: Tensor) -> Segments:
         """Segments of ``loss_mask`` (B, T) at ``level``; ``turn_ids`` (B, T) is read at level ``turn`` only.
 
-        Raises ValueError if a loss token has a negative turn id, or turn ids fall along a trajectory.
+        Raises ValueError if a loss token has a negative turn id, or if turn ids decrease along a trajectory.
         """
         positions = loss_mask.flatten().nonzero().squeeze(1)
         row_starts = torch.arange(len(loss_mask) + 1, device=loss_mask.device) * loss_mask.shape[1]
@@ -77,9 +77,8 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 
 
 class _SpreadMean(torch.autograd.Function):
-    """``spread(mean(values))``. As a matrix it is symmetric, so its gradient is the same mean, of the gradient.
-
-    Autograd would add up on a GPU in an order that differs from run to run.
+    """``spread(mean(values))``. It is a symmetric matrix, so its backward pass takes the same mean of the gradient. On
+    a GPU autograd's own backward pass would add in an order that differs from run to run.
     """
 
     @staticmethod

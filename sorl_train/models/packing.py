@@ -8,8 +8,8 @@ queries, and those of the branches that it grows from and its own as keys::
     four trajectories   P P P A A S D, P P P A A S E E, P P P B, Q C C C
     packed              P P P  A A S  D  E E  B  Q C C C
 
-What follows a trajectory's last loss token is left out, and so are trajectories without one: nothing asks for them. The
-result is that of padded rows, up to rounding. Models whose attention this cannot express keep padded rows:
+Tokens after a trajectory's last loss token are not computed, nor are trajectories without loss tokens. The result is
+that of padded rows, up to rounding. Models whose attention this cannot express keep padded rows:
 ``rollout/model_check.py`` finds out when a model is loaded.
 
 The attention is registered with transformers, and does decoding steps and all else as well. Torch's fast attention is
@@ -59,7 +59,7 @@ class Packed:
 
 
 def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
-    """Pack the tokens that the masked ones depend on; None where that saves little, or where nothing is masked.
+    """Pack the tokens that the masked ones depend on; None if packing would save little, or if ``mask`` is empty.
     ``token_ids`` is (B, L), padded on the right; the bool ``mask`` (B, T), T = L - 1, has the tokens to score."""
     device = token_ids.device
     rows, columns = token_ids.cpu(), mask.cpu()
@@ -85,7 +85,7 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
 
 
 class _Tree:
-    """What the rows of ``token_ids`` (B, L) have in common at their beginning, each such branch packed once."""
+    """The prefix tree of the rows of ``token_ids`` (B, L), in which each branch is packed once."""
 
     def __init__(self, token_ids: Tensor, ends: dict[int, int]) -> None:
         self.own: list[Tensor] = []  # of each branch, its packed tokens

@@ -67,9 +67,9 @@ class TransformersSampler:
 
     @contextmanager
     def session(self) -> Iterator[TransformersSampler]:
-        """Around one batch: puts the model into evaluation mode; at the end cancels what is in flight. The memory of a
-        large cache is given back at the end. Raises ``RuntimeError`` if a session is open already; the end of one would
-        drop the rows of both."""
+        """The context of one batch: it puts the model into evaluation mode, and at the end cancels the turns in flight
+        and frees a large cache. Raises ``RuntimeError`` if a session is open already; the end of one would drop the
+        rows of both."""
         if self._is_open:
             raise RuntimeError("the sampler's session is open already: one batch at a time")
         was_training = self.model.training
@@ -194,8 +194,8 @@ class TransformersSampler:
             groups = groups[count:]
 
     def _read_beginning(self, rows: Sequence[ActiveRollout]) -> None:
-        """Give new rows the longest beginning that all of them have in common; at least one token is left to each. It
-        comes from a row that has read it, or else the first of them reads it."""
+        """Give new rows their longest common prefix, and leave each at least one token to compute. The prefix is copied
+        from a row that holds it; if none does, the first new row computes it."""
         prompts = sorted({tuple(row.pending) for row in rows})
         if not prompts:
             return

@@ -24,8 +24,8 @@ combine the actor of one step with the critic of another. A run goes on from the
 ones are renamed, to ``damaged_step_000060`` for instance. All randomness follows from the seed and the step, so no
 generator's state has to be kept.
 
-A checkpoint also holds the length and a hash of each log file, and a resume cuts them back to these lengths. So it need
-not look at the lines to know which of them belong to steps that are taken again, or whether the last one is complete.
+A checkpoint also holds the length and a hash of each log file, and a resume cuts them back to these lengths. So a
+resume need not read the lines to find those of repeated steps, or an incomplete last line.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True)
 class Whole:
-    """A checkpoint of which every file is as it was written, after ``step`` training steps; and the ``damaged`` ones
-    that would have been taken before it, each with what is wrong with its files."""
+    """An undamaged checkpoint after ``step`` training steps, and the newer ``damaged`` ones that were passed over, each
+    with what is wrong with its files."""
 
     path: Path
     step: int

@@ -153,7 +153,7 @@ class Recorder:
     def check_health(
         self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]
     ) -> None:
-        """Look for a collapse that has come or is coming, and for tools that are out; set ``ended`` as configured."""
+        """Check for a collapse, for early signs of one, and for tools that fail; set ``ended`` as configured."""
         self._count_lost(step, trajectories)
         for kind, reason, is_told in step_events(metrics, self.config.rollout.dynamic_sampling):
             if kind == IN_VAIN:  # the first such batch is told, the second, the fourth, the eighth, ..
@@ -192,15 +192,15 @@ class Recorder:
             )
 
     def stop_if_lost(self) -> None:
-        """Raise ``UserError``, once the step is saved, if tools are out for good: the run would only burn time."""
+        """Raise ``UserError`` after the step is saved if tools keep failing: the run would learn nothing."""
         if self._failure:
             raise UserError(self._failure)
 
     def non_finite(
         self, step: int, error: Exception, ids: Sequence[str], trajectories: Sequence[Trajectory]
     ) -> UserError:
-        """The error that ends the run over NaN or infinity in ``step``; writes the step's trajectories to a file.
-        Those of ``ids``, where it was found, come first."""
+        """The error that ends the run over NaN or infinity in ``step``; writes the step's trajectories to a file. The
+        trajectories ``ids``, which have the values that are not finite, come first."""
         path = self.run_dir.path / NON_FINITE.format(f"{step:06d}")
         write_jsonl(path, sorted(trajectories, key=lambda t: t.id not in ids))
         saved = list_checkpoints(self.run_dir.checkpoints)
