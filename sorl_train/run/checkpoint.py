@@ -220,7 +220,7 @@ def atomic_folder(
             if not (keep_whole and folder.is_dir() and not find_damage(folder, run_id)):
                 _put_in_place(temporary, folder)
     except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)$", str(error))  # its message for a full disk
+        number = re.search(r"\(os error (\d+)\)", str(error))  # its message for a full disk
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error

@@ -56,8 +56,8 @@ async def main():
 signal.signal(signal.SIGALRM, interrupt)
 draws = random.Random(int(sys.argv[1]))
 for _ in range(int(sys.argv[2])):
-    signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.003 * draws.random())
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.003 * draws.random())
         run_async(main())
     except KeyboardInterrupt:
         continue

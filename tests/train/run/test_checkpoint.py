@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
@@ -199,13 +200,21 @@ def test_a_config_is_the_runs_own_over_resumes_and_kills_between_two_writes(run:
     RunDir.resume(run.path, TrainConfig())
 
 
-def test_a_full_disk_leaves_the_older_checkpoints_and_nothing_else(run: RunDir) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError('I/O error: No space left on device (os error 28) at path "/a/.tmpDsxHSA"'),
+    ],
+)
+def test_a_full_disk_leaves_the_older_checkpoints_and_nothing_else(error: Exception, run: RunDir) -> None:
     with (
         pytest.raises(OSError, match="No space"),
         atomic_folder(run.checkpoints / "step_000003", run.run_id) as folder,
     ):
         (folder / "state.json").write_text("{}")
-        raise OSError(28, "No space left on device")
+        raise error
     assert names(run.checkpoints) == ["step_000001", "step_000002", "step_000003"]
     assert resume_point(run).path.name == "step_000003"
 
