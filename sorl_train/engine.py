@@ -237,7 +237,8 @@ class LocalEngine:
         trains_policy = step > config.critic_warmup_steps
         if trains_policy:
             batch = self._with_start(batch)
-        minis, done = list(mini_batches(batch, config, step)), (step - 1) * steps_of_batch(config)
+        minis = list(mini_batches(batch, config, step))
+        done = (step - 1) * steps_of_batch(config.rollout.batch_size, config.update)
         seen: dict[str, tuple[Tensor, Tensor]] = {}  # by trajectory: its last log-probabilities and entropies
         critic = self.critic_update
         with self.recorder.stage("update", len(minis) * (trains_policy + (critic is not None))) as advance:

@@ -21,7 +21,7 @@ from sorl_train.learner.batch import Batch
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.learner.optimizer_step import Means, NonFiniteError, mean_over, on_device
 from sorl_train.learner.trust_region import TrustRegion, token_kl
-from sorl_train.learner.update_settings import learning_rates, loss_settings
+from sorl_train.learner.update_settings import learning_rates, loss_settings, steps_of_batch
 from sorl_train.losses.clip_bias import LossStats, Normalization, normalization
 from sorl_train.losses.log_probs import TokenStats
 from sorl_train.losses.policy import LossOutput, policy_loss
@@ -66,6 +66,7 @@ class PolicyUpdate:
             disable_dropout(backend.model)
         self.backend = backend
         self.config = config
+        self.total_steps = config.update.steps * steps_of_batch(config.rollout.batch_size, config.update)
         self.loss_settings = loss_settings(config)
         self.normalize = config.algorithm.normalize
         self.kl_coef = config.loss.kl_coef if config.loss.kl_in == "loss" else 0.0
@@ -86,7 +87,7 @@ class PolicyUpdate:
         """
         self.begin_batch()
         optim = self.config.optim
-        rates = learning_rates(self.config, optim.lr, optim.warmup_ratio, done)
+        rates = learning_rates(optim, optim.lr, optim.warmup_ratio, done, self.total_steps)
         for mini, lr in zip(minis, rates, strict=False):
             yield mini, *self.step(mini, lr, means)
             if self.past_target_kl:
@@ -250,11 +251,12 @@ class CriticUpdate:
         disable_dropout(backend.model)
         self.backend = backend
         self.config = config
+        self.total_steps = config.update.steps * steps_of_batch(config.rollout.batch_size, config.update)
 
     def steps(self, minis: Iterable[Batch], done: int, means: Means) -> Iterator[Batch]:
         """The steps on a rollout batch; ``done`` steps came before. Yields each mini-batch after its step."""
         optim = self.config.optim
-        rates = learning_rates(self.config, optim.critic_lr, optim.critic_warmup_ratio, done)
+        rates = learning_rates(optim, optim.critic_lr, optim.critic_warmup_ratio, done, self.total_steps)
         for mini, lr in zip(minis, rates, strict=False):
             self.step(mini, lr, means)
             yield mini

@@ -14,7 +14,7 @@ from torch import Tensor
 from sorl_env.errors import UserError
 from sorl_env.outside import call_outside
 from sorl_train.config.seeds import generator
-from sorl_train.config.settings import OptimConfig, TrainConfig
+from sorl_train.config.settings import OptimConfig, TrainConfig, UpdateConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.losses.policy import SURROGATES, ClipRange, LossSettings, Surrogate
 
@@ -70,9 +70,9 @@ def mini_batches(batch: Batch, config: TrainConfig, step: int) -> Iterator[Batch
             yield batch.rows(part.tolist())
 
 
-def steps_of_batch(config: TrainConfig) -> int:
+def steps_of_batch(batch_size: int, update: UpdateConfig) -> int:
     """Optimizer steps on a rollout batch without excluded trajectories."""
-    return config.update.epochs * -(-config.rollout.batch_size // config.update.mini_batch_size)
+    return update.epochs * -(-batch_size // update.mini_batch_size)
 
 
 def is_on_policy(config: TrainConfig, step: int) -> bool:
@@ -90,12 +90,11 @@ def is_on_policy(config: TrainConfig, step: int) -> bool:
     return one_step and config.rollout.max_staleness == 0 and not asked_for
 
 
-def learning_rates(config: TrainConfig, base: float, warmup_ratio: float, done: int) -> Iterator[float]:
-    """The learning rates of the optimizer steps after the first ``done`` of the run."""
-    total = config.update.steps * steps_of_batch(config)
-    return (
-        learning_rate(config.optim, base, warmup_ratio, number, total) for number in itertools.count(done)
-    )
+def learning_rates(
+    optim: OptimConfig, base: float, warmup_ratio: float, done: int, total: int
+) -> Iterator[float]:
+    """The learning rates of the optimizer steps after the first ``done`` of the run's ``total``."""
+    return (learning_rate(optim, base, warmup_ratio, number, total) for number in itertools.count(done))
 
 
 def learning_rate(optim: OptimConfig, base: float, warmup_ratio: float, done: int, total: int) -> float:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.errors import UserError
+from sorl_train.config.run_settings import ClusterConfig, RolloutConfig
 from sorl_train.config.schema import fields, flatten
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.models.policy import VALUE_HEAD_FILE, ModelShape
 from sorl_train.openrlhf.flags import Placement, problems_of
 
@@ -38,7 +39,8 @@ def critic_start(start: str) -> str:
 
 def check(config: TrainConfig) -> None:
     """Raise ``UserError`` if a config that is valid in itself asks for what this engine cannot do."""
-    problems = [*problems_of(config.cluster.flags), *_problems(config), *_uneven(config)]
+    uneven = _uneven(config.cluster, config.update, config.rollout)
+    problems = [*problems_of(config.cluster.flags), *_problems(config), *uneven]
     if problems:
         raise UserError("engine: openrlhf\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -78,24 +80,23 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _uneven(config: TrainConfig) -> list[str]:
+def _uneven(cluster: ClusterConfig, update: UpdateConfig, rollout: RolloutConfig) -> list[str]:
     """What cannot be divided over the GPUs."""
     try:
-        ranks = Placement.of(config).ranks
+        ranks = Placement.of(cluster).ranks
     except UserError as error:
         return [str(error)]
-    mini, batch = config.update.mini_batch_size, config.rollout.batch_size
+    mini, batch = update.mini_batch_size, rollout.batch_size
     sizes = {"update.mini_batch_size": mini, "rollout.batch_size": batch}
     return [f"{name} {n} does not divide over {ranks} GPUs" for name, n in sizes.items() if n % ranks]
 
 
-def check_model(config: TrainConfig, shape: ModelShape) -> None:
+def check_model(shape: ModelShape, parts: int, model: str) -> None:
     """Raise ``UserError`` for a model that vLLM cannot cut into ``cluster.vllm_tensor_parallel`` parts."""
-    parts = config.cluster.vllm_tensor_parallel
     if problems := _uncut(shape, parts):
         most = max(number for number in range(1, parts) if not _uncut(shape, number))
         raise UserError(
-            f"vLLM cannot run {config.model} with cluster.vllm_tensor_parallel {parts}: {', '.join(problems)}. Use "
+            f"vLLM cannot run {model} with cluster.vllm_tensor_parallel {parts}: {', '.join(problems)}. Use "
             f"{most}, and as many cluster.vllm_engines as the GPUs then have room for"
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.task import Limits
+from sorl_train.config.run_settings import ClusterConfig
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.folder import RunDir
@@ -74,9 +75,8 @@ class Placement:
     shared: bool  # the same GPUs train and sample in turns; otherwise vLLM has its own (asynchronous rollout)
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Placement:
-        """The placement that a config asks for; ``UserError`` if the GPUs cannot be divided so."""
-        cluster = config.cluster
+    def of(cls, cluster: ClusterConfig) -> Placement:
+        """The placement that the settings ask for; ``UserError`` if the GPUs cannot be divided so."""
         total = cluster.nodes * cluster.gpus_per_node
         sample = cluster.vllm_engines * cluster.vllm_tensor_parallel
         engines = f"{cluster.vllm_engines} vLLM engines of {cluster.vllm_tensor_parallel} GPUs"
@@ -120,7 +120,7 @@ def openrlhf_flags(
     ``resume`` is the folder of the checkpoint to go on from; None: the run begins anew.
     """
     cluster, update, rollout, optim = config.cluster, config.update, config.rollout, config.optim
-    place = Placement.of(config)
+    place = Placement.of(config.cluster)
     on_gpu = config.hardware.device != "cpu"
     has_critic = config.algorithm.needs_critic
     settings = flatten(config)

@@ -81,7 +81,7 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     record_facts(config, run_dir, env, eval_env)
     begun = dataclasses.replace(config, limits=run_dir.begun_limits(config.limits))
     model = resolve_model(begun, display)
-    check_model(config, model_shape(model))
+    check_model(model_shape(model), config.cluster.vllm_tensor_parallel, config.model)
     template, tell = config.chat_template, display.message
     check_prompts([env, eval_env], load_tokenizer(model), use_chat_template=template, tell=tell)
     flags = openrlhf_flags(config, run_dir, model, env.limits, resume=point.path if point else None)
@@ -91,14 +91,16 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         tell_state(run_dir, display.message, point)
     elif config.algorithm.needs_critic:
         display.message(critic_start(config.critic or model))
-    place = Placement.of(config)
-    where = "CPU" if config.hardware.device == "cpu" else f"{place.gpus} GPUs"
+    place, on_cpu = Placement.of(config.cluster), config.hardware.device == "cpu"
+    where = "CPU" if on_cpu else f"{place.gpus} GPUs"
     done = point.step if point else -1  # step 0 is the evaluation before the first step
     display.start(
         f"{config.algo} on {env.task.name} with OpenRLHF, {where}", config.update.steps, max(done, 0)
     )
     display.message(f"starting Ray, DeepSpeed and vLLM takes minutes; their log is {run_dir.path / LOG}")
-    with _process(as_arguments(flags), _environment(config, run_dir), run_dir) as process:
+    with _process(
+        as_arguments(flags), _environment(run_dir, place.gpus if on_cpu else 0), run_dir
+    ) as process:
         follow(process, run_dir, display, config.cluster.deadline_s, from_step=done)
     if process.returncode:
         raise UserError(_breakdown(process.returncode, run_dir))
@@ -153,12 +155,11 @@ def import_folders(on_cpu: bool) -> list[str]:
     return [str(folder) for folder, is_needed in stand_ins.items() if is_needed]
 
 
-def _environment(config: TrainConfig, run_dir: RunDir) -> dict[str, str]:
-    """Environment variables of the process and, through Ray, of all workers."""
-    on_cpu = config.hardware.device == "cpu"
+def _environment(run_dir: RunDir, pretended_gpus: int) -> dict[str, str]:
+    """Environment variables of the process and, through Ray, of all workers; on a CPU, GPUs are pretended to Ray."""
     variables = os.environ | {
         "PYTHONPATH": os.pathsep.join(
-            [*import_folders(on_cpu), *filter(None, [os.environ.get("PYTHONPATH")])]
+            [*import_folders(bool(pretended_gpus)), *filter(None, [os.environ.get("PYTHONPATH")])]
         ),
         "SORL_RUN_DIR": str(run_dir.path.absolute()),
         "SORL_START": uuid.uuid4().hex,
@@ -167,8 +168,8 @@ def _environment(config: TrainConfig, run_dir: RunDir) -> dict[str, str]:
         # vLLM's engine is a child of a Ray worker: without this it outlives a killed worker and keeps the GPU's memory
         "RAY_process_group_cleanup_enabled": "true",
     }
-    if on_cpu:
-        variables["SORL_LOGICAL_GPUS"] = str(Placement.of(config).gpus)
+    if pretended_gpus:
+        variables["SORL_LOGICAL_GPUS"] = str(pretended_gpus)
     return variables
 
 

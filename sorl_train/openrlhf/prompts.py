@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sorl_env.trajectory import StopReason, Trajectory
-from sorl_train.config.settings import TrainConfig
+from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.rollout.jobs import evaluation_jobs, training_jobs
 
 Item = tuple[list[None], list[str], list[str], list[None]]
@@ -40,19 +40,19 @@ class JobLoader:
         self._next = state["next"]
 
 
-def training_loader(config: TrainConfig, num_examples: int) -> JobLoader:
+def training_loader(rollout: RolloutConfig, seed: int, steps: int, num_examples: int) -> JobLoader:
     """All prompts of the run, step by step."""
     labels: list[str] = []
-    for step in range(1, config.update.steps + 1):
-        jobs = training_jobs(config.rollout, config.seed, num_examples, step)
+    for step in range(1, steps + 1):
+        jobs = training_jobs(rollout, seed, num_examples, step)
         groups = {job.group_id: job.example_index for job in jobs}
         labels.extend(_label("train", group, index) for group, index in groups.items())
     return JobLoader(labels)
 
 
-def evaluation_loader(config: TrainConfig, num_examples: int, limit: int, kind: str = "eval") -> JobLoader:
+def evaluation_loader(seed: int, num_examples: int, limit: int, kind: str = "eval") -> JobLoader:
     """The examples of an evaluation, the same ones in each evaluation of a run."""
-    jobs = evaluation_jobs(config.seed, num_examples, limit)
+    jobs = evaluation_jobs(seed, num_examples, limit)
     return JobLoader([_label(kind, job.group_id, job.example_index) for job in jobs])
 
 

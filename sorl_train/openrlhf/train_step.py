@@ -96,7 +96,7 @@ class TrainStep:
     def begin(self) -> None:
         """Open the run's folder at the step of the loaded checkpoint; a new run evaluates the policy first."""
         self.config, self.run_dir = run_config(), run_folder()
-        self.place = Placement.of(self.config)
+        self.place = Placement.of(self.config.cluster)
         self.trust: dict[str, float] | None = None  # the workers' trust region after the last step
         self.check_mismatch = partial(
             check_mismatch,
@@ -244,7 +244,7 @@ class TrainStep:
         config, ranks = self.config, self.place.ranks
         by_mini = [by_rank(mini, ranks) for mini in mini_batches(batch, config, step)]
         shares: dict[str, list[Any]] = {"minis": [list(share) for share in zip(*by_mini, strict=True)]}
-        shares["done"] = [(step - 1) * steps_of_batch(config)] * ranks
+        shares["done"] = [(step - 1) * steps_of_batch(config.rollout.batch_size, config.update)] * ranks
         metrics: dict[str, float] = {}
         if self.critic_model_group is not None:
             metrics |= self.train_group(self.critic_model_group, **shares)[0]
@@ -279,7 +279,7 @@ class TrainStep:
         temperature = self.config.eval.temperature
         kind = "search_off" if search_off else "eval"
         examples = len(self.eval_env.examples.examples)
-        self.evaluator.eval_dataloader = evaluation_loader(self.config, examples, limit, kind)
+        self.evaluator.eval_dataloader = evaluation_loader(self.config.seed, examples, limit, kind)
         with self.recorder.stage("eval"):
             trajectories = self.evaluator.generate_eval_samples(
                 temperature=temperature,

@@ -24,7 +24,9 @@ def prepare_loaders(strategy: Any, tokenizer: Any) -> tuple[JobLoader, None, int
     """Replaces OpenRLHF's ``prepare_datasets``: our prompts in our order, and no evaluation by OpenRLHF."""
     config = run_config()
     examples = training_examples(config)
-    return training_loader(config, len(examples)), None, config.update.steps * steps_of_batch(config)
+    rollout, update = config.rollout, config.update
+    loader = training_loader(rollout, config.seed, update.steps, len(examples))
+    return loader, None, update.steps * steps_of_batch(rollout.batch_size, update)
 
 
 class Announcing(ppo_trainer.BasePPOTrainer):

@@ -37,7 +37,7 @@ def run_folder() -> RunDir:
 def run_config() -> TrainConfig:
     """The run's settings, with the micro-batch sizes that DeepSpeed was started with."""
     config = read_resolved(run_folder().config)
-    place, update = Placement.of(config), config.update
+    place, update = Placement.of(config.cluster), config.update
     micro = place.micro_batch(update.micro_batch_size, update.mini_batch_size)
     scored = place.micro_batch(update.log_prob_micro_batch_size, config.rollout.batch_size)
     sizes = dataclasses.replace(

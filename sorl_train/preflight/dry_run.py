@@ -39,7 +39,7 @@ def plan_text(config: TrainConfig) -> str:
     with planned(config) as (envs, folder, origin):
         shape, env = model_shape(folder, config.lora.rank), envs[0]
         if config.engine == "openrlhf":
-            check_model(config, shape)
+            check_model(shape, config.cluster.vllm_tensor_parallel, config.model)
         tokenizer = load_tokenizer(folder)
         longest = check_prompts(envs, tokenizer, use_chat_template=config.chat_template)
         prompt = _prompt(env, tokenizer, config.chat_template, longest)
@@ -60,7 +60,7 @@ def plan_text(config: TrainConfig) -> str:
         memory, model = estimate_cluster_memory(config, shape, env.limits), start_folder(config)
         run_dir, on_cpu = RunDir(Path(config.run_dir or "RUN_DIR")), config.hardware.device == "cpu"
         where = "of each process, all in host memory" if on_cpu else "per GPU"
-        ranks = Placement.of(config).ranks if on_cpu else 0
+        ranks = Placement.of(config.cluster).ranks if on_cpu else 0
         each = -(-config.rollout.batch_size // config.cluster.vllm_engines)
         parts += [
             ("Placement", _placement(config, model)),
@@ -157,7 +157,7 @@ KNOBS = {
 
 
 def _placement(config: TrainConfig, model: str) -> list[str]:
-    cluster, update, place = config.cluster, config.update, Placement.of(config)
+    cluster, update, place = config.cluster, config.update, Placement.of(config.cluster)
     batch, mini = config.rollout.batch_size, update.mini_batch_size
     rows = place.micro_batch(update.micro_batch_size, mini)
     engines = _count(cluster.vllm_engines, "vLLM engine")

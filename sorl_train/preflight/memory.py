@@ -213,7 +213,7 @@ class _Sizes:
     """The sizes that the formulas share."""
 
     def __init__(self, config: TrainConfig, shape: ModelShape, limits: Limits, bucket: int) -> None:
-        self.shape, self.bucket, self.place = shape, bucket, Placement.of(config)
+        self.shape, self.bucket, self.place = shape, bucket, Placement.of(config.cluster)
         self.ranks = self.place.ranks
         self.on_cpu = config.hardware.device == "cpu"
         self.sharded = config.cluster.zero_stage == 3

@@ -147,7 +147,7 @@ def _model(run: PreflightContext) -> Iterator[Finding]:
     if model != TINY:
         run.shape = model_shape(model, run.config.lora.rank)
         if run.config.engine == "openrlhf":
-            check_model(run.config, run.shape)
+            check_model(run.shape, run.config.cluster.vllm_tensor_parallel, run.config.model)
         load_tokenizer(model)
         detail = f"{model}: {run.shape.parameters:,} parameters"
     elif task is not None and None in (task.vocabulary, task.expert):

@@ -194,7 +194,7 @@ def test_added_trajectories_make_mini_batches_larger_and_not_more() -> None:
     config = short_config(algo="so_grpo", rollout__group_size=4)
     found = [t for k in range(5) for t in rollouts(1, str(k), [1, 0, 0, 1])]
     assert [len(mini) for mini in mini_batches(collate(found), config, 1)] == [10, 10]
-    assert steps_of_batch(config) == 2
+    assert steps_of_batch(config.rollout.batch_size, config.update) == 2
     assert [len(mini) for mini in mini_batches(collate(found[:16]), config, 1)] == [8, 8]
 
 

@@ -281,8 +281,8 @@ def test_what_exclusions_leave_is_spread_evenly(size: int, epochs: int) -> None:
     for left in range(1, 33):
         batch = WHOLE.rows(list(range(left)))
         minis = list(mini_batches(batch, config, step=3))
-        per_epoch = len(minis) // epochs
-        assert per_epoch == -(-left // size) and len(minis) == per_epoch * epochs <= steps_of_batch(config)
+        per_epoch, most = len(minis) // epochs, steps_of_batch(32, config.update)
+        assert per_epoch == -(-left // size) and len(minis) == per_epoch * epochs <= most
         for epoch in range(epochs):
             part = minis[epoch * per_epoch : (epoch + 1) * per_epoch]
             sizes = [len(mini) for mini in part]

@@ -52,7 +52,7 @@ def flags(config: TrainConfig, resume: Path | None = None) -> dict[str, Any]:
 def test_the_papers_placement() -> None:
     config = settings(update__micro_batch_size=8)
     check(config)
-    place = Placement.of(config)
+    place = Placement.of(config.cluster)
     assert (place.ranks, place.gpus, place.shared) == (8, 8, True)
     made = flags(config)
     assert made["vllm.tensor_parallel_size"] == 4 and made["vllm.num_engines"] == 2
@@ -69,7 +69,7 @@ def test_asynchronous_sampling_has_gpus_of_its_own() -> None:
         cluster__async_rollout=True, cluster__vllm_engines=1, rollout__max_staleness=2, cluster__nodes=1
     )
     check(config)
-    place = Placement.of(config)
+    place = Placement.of(config.cluster)
     assert (place.ranks, place.sample_gpus, place.gpus, place.shared) == (4, 4, 8, False)
     made = flags(config)
     assert made["train.async_enable"] and made["train.async_queue_size"] == 2
@@ -233,7 +233,8 @@ def test_the_cause_of_death_is_found_in_the_log() -> None:
 
 def test_prompts_come_in_the_local_engines_order_and_a_loader_resumes() -> None:
     config = settings(rollout__group_size=4, algo="so_grpo", update__steps=3, update__mini_batch_size=512)
-    loader = training_loader(config, num_examples=1000)
+    arguments = (config.rollout, config.seed, config.update.steps, 1000)
+    loader = training_loader(*arguments)
     assert len(loader) == 3 * 128
     places = [json.loads(labels[0]) for _, _, labels, _ in loader]
     for step in (1, 2, 3):
@@ -242,11 +243,11 @@ def test_prompts_come_in_the_local_engines_order_and_a_loader_resumes() -> None:
         }
         ours = places[(step - 1) * 128 : step * 128]
         assert {place["group"]: place["index"] for place in ours} == jobs
-    again = training_loader(config, num_examples=1000)
+    again = training_loader(*arguments)
     first = iter(again)
     for _ in range(5):
         next(first)
-    resumed = training_loader(config, num_examples=1000)
+    resumed = training_loader(*arguments)
     resumed.load_state_dict(again.state_dict())
     assert json.loads(next(iter(resumed))[2][0]) == places[5]
 

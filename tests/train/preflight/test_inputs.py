@@ -73,10 +73,10 @@ def test_vllms_rules(heads: int, key_value_heads: int, intermediate: int, parts:
     cluster = dataclasses.replace(TrainConfig().cluster, vllm_tensor_parallel=parts)
     config = TrainConfig(cluster=cluster)
     if not fault:
-        check_model(config, shape)
+        check_model(shape, config.cluster.vllm_tensor_parallel, config.model)
         return
     with pytest.raises(UserError, match=fault):
-        check_model(config, shape)
+        check_model(shape, config.cluster.vllm_tensor_parallel, config.model)
 
 
 # -- more prompts than questions --------------------------------------------------------------------------------
