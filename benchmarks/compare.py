@@ -220,9 +220,7 @@ def measured(rounds: int, only: Sequence[str], folder: Path, trees: Mapping[str,
     for number in tqdm(range(rounds), unit="round"):
         for name, sides in rates.items():
             for side in trees if number % 2 else reversed(trees):
-                printed = python(
-                    trees[side], str(Path(__file__).resolve()), name, "--measure", str(folder / side)
-                )
+                printed = python(trees[side], __file__, name, "--measure", str(folder / side))
                 sides[side].append(float(printed.split()[-1]))
     rows = {}
     for name, sides in rates.items():

@@ -259,11 +259,7 @@ def compare_rollouts(model: str, config: TrainConfig, args: argparse.Namespace) 
     if why := try_packing(policy, env.limits.max_trajectory_tokens, sampled=True):  # as the engine does
         raise SystemExit(f"the policy keeps torch's attention: {why}")
     sampler = TransformersSampler(policy, tokenizer, config.sampler.max_concurrency, config.hardware.dtype)
-    settings = RolloutSettings(
-        top_p=config.sampler.top_p,
-        use_chat_template=config.chat_template,
-        max_concurrency=config.sampler.max_concurrency,
-    )
+    settings = RolloutSettings(1.0, config.sampler.top_p, config.chat_template, config.sampler.max_concurrency)
     sides: tuple[Callable[[Sequence[RolloutJob]], list[Trajectory]], ...] = (
         lambda jobs: run_jobs(env, tokenizer, sampler, jobs, settings),
         lambda jobs: generate_rollouts(env, tokenizer, theirs, jobs),
