@@ -258,8 +258,9 @@ def compare_rollouts(model: str, config: TrainConfig, args: argparse.Namespace) 
     theirs = copy.deepcopy(policy).to(compute_dtype(config.hardware.dtype, policy.device))
     if why := try_packing(policy, env.limits.max_trajectory_tokens, sampled=True):  # as the engine does
         raise SystemExit(f"the policy keeps torch's attention: {why}")
-    sampler = TransformersSampler(policy, tokenizer, config.sampler.max_concurrency, config.hardware.dtype)
-    settings = RolloutSettings(1.0, config.sampler.top_p, config.chat_template, config.sampler.max_concurrency)
+    most = config.sampler.max_concurrency
+    sampler = TransformersSampler(policy, tokenizer, most, config.hardware.dtype)
+    settings = RolloutSettings(1.0, config.sampler.top_p, config.chat_template, most)
     sides: tuple[Callable[[Sequence[RolloutJob]], list[Trajectory]], ...] = (
         lambda jobs: run_jobs(env, tokenizer, sampler, jobs, settings),
         lambda jobs: generate_rollouts(env, tokenizer, theirs, jobs),
