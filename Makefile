@@ -20,7 +20,7 @@ smollm2 := models/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart collapse test test-all lint bench model openrlhf test-openrlhf resolve-openrlhf openenv test-openenv test-verl clean
+.PHONY: help quickstart collapse check test test-all lint bench model openrlhf test-openrlhf resolve-openrlhf openenv test-openenv test-verl clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -31,6 +31,13 @@ quickstart: $(VENV)/.train ## train an agent that learns to search (minutes on a
 collapse: $(VENV)/.train ## three runs at too high a learning rate: PPO, SO-PPO, and PPO with a trust region (minutes)
 	$(bin)/sorl-lab stability --config collapse --out runs/collapse $(ARGS)
 	@echo "open runs/collapse/report.html: success after each training step"
+
+# What a change has to pass. Recipes, not prerequisites: they keep their order under make -j, and the first failure ends it.
+check: ## lint and all tests, as .ci/run calls it (40 minutes on two cores)
+	$(MAKE) lint
+	$(MAKE) test-all
+	$(MAKE) test-openrlhf
+	$(MAKE) resolve-openrlhf
 
 test: $(VENV)/.dev $(VENV)/.interop ## the tests that take minutes
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
