@@ -129,7 +129,8 @@ class LocalEngine:
         return max(env.limits.max_trajectory_tokens for env in (self.env, self.eval_env))
 
     def _check_models(self) -> None:
-        """Refuse models that compute something else in sampling or training than in their own forward pass."""
+        """Refuse models whose log-probabilities differ between our sampler or packed training pass and their plain
+        ``forward``."""
         sampled = self.config.sampler.backend == "transformers"
         check_policy(self.policy, self.longest, sampled=sampled, trained=self.config.stage == "rl")
         if why := try_packing(self.policy, self.longest, sampled=sampled):
@@ -234,19 +235,19 @@ class LocalEngine:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps on one rollout batch; returns ``loss/`` metrics."""
         config, means = self.config, Means()
-        trains_policy = step > config.critic_warmup_steps
-        if trains_policy:
+        past_warmup = step > config.critic_warmup_steps
+        if past_warmup:
             batch = self._with_start(batch)
         minis = list(mini_batches(batch, config, step))
         done = (step - 1) * steps_of_batch(config.rollout.batch_size, config.update)
         seen: dict[str, tuple[Tensor, Tensor]] = {}  # by trajectory: its last log-probabilities and entropies
         critic = self.critic_update
-        with self.recorder.stage("update", len(minis) * (trains_policy + (critic is not None))) as advance:
+        with self.recorder.stage("update", len(minis) * (past_warmup + (critic is not None))) as advance:
             if critic is not None:
                 critic.backend.model.train()
                 for _ in critic.steps(minis, done, means):
                     advance(1)
-            if trains_policy:
+            if past_warmup:
                 self.policy.train()  # without it gradient checkpointing is off
                 for mini, log_probs, entropies in self.policy_update.steps(minis, done, means):
                     if self.recorder.is_saved(step):

@@ -2,7 +2,7 @@
 
 Training is off-policy for two reasons: a rollout batch is reused (several mini-batches and epochs), and with
 ``rollout.max_staleness`` it is trained on some steps after it was sampled. With ``replay.size`` past trajectories join
-it. Ratios are taken to the log-probabilities that the trainer computed when a trajectory was collected.
+it. The old log-probability in a ratio is the trainer's own, computed when a trajectory is collected, not the sampler's.
 """
 
 from __future__ import annotations

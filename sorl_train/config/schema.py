@@ -133,6 +133,26 @@ def _problem(error: ErrorDetails) -> str:
     return f"{error['msg'].replace('Input', name, 1)}, it is {value}"
 
 
+# What other trainers call a setting, where similar spelling does not lead to it.
+NAMES_ELSEWHERE = {
+    "learning_rate": ("optim.lr", "sft.lr"),
+    "kl": ("loss.kl_coef", "update.trust_kl", "update.target_kl"),
+    "beta": ("loss.kl_coef",),
+    "num_generations": ("rollout.group_size",),
+    "max_steps": ("update.steps", "sft.steps"),
+    "num_train_epochs": ("update.steps", "update.epochs"),
+    "num_iterations": ("update.epochs",),
+    "model_name_or_path": ("model",),
+    "output_dir": ("run_dir",),
+    "dataset_name": ("data",),
+    "train_batch_size": ("rollout.batch_size", "update.mini_batch_size"),
+    "per_device_train_batch_size": ("update.micro_batch_size", "rollout.batch_size"),
+    "gradient_accumulation_steps": ("update.micro_batch_size", "update.mini_batch_size"),
+    "max_completion_length": ("limits.max_new_tokens", "limits.max_trajectory_tokens"),
+    "epsilon": ("loss.clip_eps",),
+}
+
+
 def suggest_key(name: str, *, extra: Iterable[str] = (), prefix: str = "") -> str:
     """A sentence that helps after an unknown name: dotted names with the same last part, or of similar spelling.
 
@@ -150,7 +170,8 @@ def suggest_key(name: str, *, extra: Iterable[str] = (), prefix: str = "") -> st
         by_leaf.setdefault(dotted.rpartition(".")[2], []).append(dotted)
     near_leaf = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)
     found = (
-        by_leaf.get(leaf)
+        NAMES_ELSEWHERE.get(leaf.replace("-", "_"))
+        or by_leaf.get(leaf)
         or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         or [dotted for near in near_leaf for dotted in by_leaf[near]]
     )

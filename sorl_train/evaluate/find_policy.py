@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError
 from sorl_train.config.settings import TrainConfig
+from sorl_train.models.find_model import is_hub_name, no_model
 from sorl_train.run.checkpoint import HASHES, find_damage, list_checkpoints
 from sorl_train.run.folder import RunDir, saved_config
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _CARD = "README.md"  # as in run.cards, whose import would import torch
 _SMALL = 1 << 24  # bytes; of larger files only the beginning and the end are hashed
 
@@ -47,13 +46,11 @@ def find_policy(model: str) -> PolicySource:
             f"{model} is neither a model folder (config.json) nor a checkpoint (policy/) nor a run (config.yaml with "
             f"checkpoints/); it holds {names}"
         )
-    if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
+    if is_hub_name(model):
         return PolicySource(model.rpartition("/")[2], model)
     if path.exists():
         raise UserError(f"{model} is a file; give a model folder, a checkpoint or a run folder")
-    siblings = [entry.name for entry in path.parent.glob("*/")] if path.parent.is_dir() else []
-    hint = did_you_mean(path.name, siblings) if siblings else f"There is no folder in {path.parent}."
-    raise UserError(f"there is no model at {model}. {hint}")
+    raise UserError(no_model(model))
 
 
 def _best(run: Path) -> Path:

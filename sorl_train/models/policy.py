@@ -20,6 +20,7 @@ from sorl_env.errors import UserError
 from sorl_train.config.run_settings import LoraConfig
 from sorl_train.models import packing
 from sorl_train.models.attention import text_config
+from sorl_train.models.find_model import require_model
 from sorl_train.models.forward import pick_device
 
 LORA_FILE = "lora.safetensors"
@@ -30,6 +31,7 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Runt
 
 def load_tokenizer(folder: str) -> Any:
     """The tokenizer of a model folder, with a pad token for batches. Raises ``UserError`` if none can be loaded."""
+    require_model(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:
@@ -63,6 +65,7 @@ def load_policy(
 
 def load_weights(auto_class: Any, what: str, folder: str) -> Any:
     """A float32 model, with torch's fast attention if that computes what the model asks for; ``what`` names it."""
+    require_model(folder)
     try:
         try:
             model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
@@ -124,8 +127,7 @@ def loading_failed(what: str, folder: str, error: Exception) -> str:
         failed = f"no {what} could be loaded from the folder {folder} (it holds {_listing(path)})"
         # a first line with a colon at its end begins a list, which one line cannot show
         return failed if first_line.rstrip().endswith(":") else f"{failed}: {first_line}"
-    hint = "" if path.exists() else "; there is no such folder, and as a hub name it could not be fetched"
-    return f"no {what} could be loaded from {folder!r}{hint}: {first_line}"
+    return f"no {what} could be loaded from {folder!r}: {first_line}"
 
 
 def _listing(folder: Path) -> str:
@@ -215,6 +217,7 @@ class ModelShape:
 def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
     """The sizes of the model in a folder, from its configuration alone: on torch's meta device it has no storage.
     Raises ``UserError`` if the folder has no configuration that can be read."""
+    require_model(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):

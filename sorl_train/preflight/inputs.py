@@ -17,6 +17,7 @@ from sorl_env.task.data import load_examples, read_rows
 from sorl_env.task.registry import load_task
 from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.settings import TINY, TrainConfig
+from sorl_train.models.find_model import require_model
 
 if TYPE_CHECKING:
     from sorl_env.envs.text_env import TextEnv
@@ -50,9 +51,11 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """``check_settings``, and the task and its data: every row is read."""
+    """The model's place, ``check_settings``, and the task and its data: every row is read."""
     from sorl_train.rollout.environments import training_examples
 
+    if config.model != TINY:
+        require_model(config.model)
     check_settings(config)
     task = load_task(config.task, **config.task_args)
     training_examples(config)

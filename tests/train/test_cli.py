@@ -213,7 +213,7 @@ def test_what_ends_a_run_says_how_to_go_on(
 def test_dry_run_shows_the_plan_and_makes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="needs transformers (the train extra)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
     options = "--algo so_grpo --loss.kl_coef 0.01 --task_args.train_questions 40"

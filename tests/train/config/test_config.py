@@ -21,7 +21,7 @@ from sorl_train.config.files import (
     to_yaml,
     value_from_text,
 )
-from sorl_train.config.schema import build, fields, flatten, suggest_key, unread
+from sorl_train.config.schema import NAMES_ELSEWHERE, build, fields, flatten, suggest_key, unread
 from sorl_train.config.settings import OptimConfig, TrainConfig
 
 
@@ -213,10 +213,20 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
         ("rollout.groupsize", "'rollout.group_size'"),
         ("lora", "It is a section: set its fields, lora.rank, lora.alpha."),
         ("zzz", "sorl-train --help all"),
+        ("learning_rate", "'optim.lr' or 'sft.lr'"),
+        ("optim.learning-rate", "'optim.lr' or 'sft.lr'"),
+        ("max_steps", "'update.steps' or 'sft.steps'"),
+        ("beta", "'loss.kl_coef'?"),
     ],
 )
 def test_suggestions(name: str, suggestion: str) -> None:
     assert suggestion in suggest_key(name)
+
+
+def test_names_of_other_trainers_lead_to_settings_that_exist() -> None:
+    known = {field.name for field in fields()}
+    assert {name for names in NAMES_ELSEWHERE.values() for name in names} <= known
+    assert not known & NAMES_ELSEWHERE.keys()
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,9 @@ def test_mistakes_are_refused() -> None:
 @pytest.mark.verl
 def test_weights_and_mask_are_those_of_verl() -> None:
     """TIS and IcePop of a token, and the rejection by the geometric mean."""
-    verl = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
+    verl = pytest.importorskip(
+        "verl.trainer.ppo.rollout_corr_helper", reason="verl is not installed (make test-verl)"
+    )
     noise = torch.Generator().manual_seed(3)
     old, sampler = (torch.randn(5, 9, generator=noise) - 2.0 for _ in range(2))
     mask = torch.arange(9) < torch.tensor([6, 7, 8, 9, 6])[:, None]

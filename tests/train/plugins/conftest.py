@@ -42,7 +42,8 @@ def forgotten() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tool_policy(tmp_path_factory: pytest.TempPathFactory, minihop_env: ToolUseEnv) -> ToolPolicy:
     """It has learned four dialogues by heart, so that most of what it samples are valid calls of ``search``."""
-    template = Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / "qwen3.jinja"
+    trl = pytest.importorskip("trl", reason="needs TRL (the interop extra, Python 3.11)")
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
 
     def search(query: str) -> str:
         """Looks a name up.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="needs transformers (the train extra)")
 
 from sorl_env.task.registry import load_task
 from sorl_train.config.files import load_config

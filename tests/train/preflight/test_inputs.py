@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="needs transformers (the train extra)")
 
 from sorl_env.errors import UserError
 from sorl_env.task.registry import load_task

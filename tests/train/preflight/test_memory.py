@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="needs transformers (the train extra)")
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,7 +93,7 @@ def test_the_shape_of_a_real_model(tmp_path: Path, tied: bool) -> None:
 
 
 def test_lora_counts_the_adapters(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="needs peft (the train extra)")
     model = llama()
     model.save_pretrained(tmp_path)
     expected = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear"))

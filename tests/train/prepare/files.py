@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pa = pytest.importorskip("pyarrow", reason="data preparation needs pyarrow")
-datasets = pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets", reason="data preparation needs datasets")
 import pyarrow.parquet as pq  # noqa: E402
 
 from sorl_train.prepare.build import choose_sources, prepare  # noqa: E402

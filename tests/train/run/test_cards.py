@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="needs transformers (the train extra)")
 
 from huggingface_hub import ModelCard
 
@@ -128,7 +128,7 @@ def test_what_only_the_author_has_is_named_in_the_commands() -> None:
 
 # --- of a run that was trained --------------------------------------------------------------------------------
 def test_datasets_loads_the_folder_of_a_run(run_folder: Path, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="needs datasets (the train extra)")
     folder = run_folder / "trajectories"
     for kind, file in (("step", "step_000001"), ("eval", "eval_000001")):
         names, place = f"{kind}_*.jsonl", str(tmp_path)

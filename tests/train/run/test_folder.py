@@ -221,7 +221,7 @@ def test_metrics_and_timings_go_to_their_own_files(run: RunDir) -> None:
 
 def test_tensorboard_shows_a_step_that_was_taken_back_once(run: RunDir) -> None:
     """And no figure that is not finite."""
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="needs tensorboard (the train extra)")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with closing(MetricsLog(run)) as log:
