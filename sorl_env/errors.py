@@ -19,6 +19,16 @@ class UserError(ValueError):
     """
 
 
+def install_command(extras: str) -> str:
+    """The command that installs these extras of sorl, for the end of a message. It installs from a clone, because sorl
+    is not on PyPI, where somebody else may take the name.
+
+    >>> install_command("train")
+    'pip install -e ".[train]" in your clone of sorl'
+    """
+    return f'pip install -e ".[{extras}]" in your clone of sorl'
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence for the end of a message about an unknown name: the closest known names, or else all of them.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sorl_env.commands.command import FAILED, INTERRUPTED, run_command, say
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 from sorl_train.config.settings import TrainConfig
 
 try:
@@ -21,7 +21,7 @@ try:
     from sorl_train.config.options import Arguments, help_text, parse
     from sorl_train.config.schema import flatten
 except ModuleNotFoundError as error:  # the core alone is installed
-    raise SystemExit(f"sorl-train needs the package {error.name!r}: pip install 'sorl[train]'") from error
+    raise SystemExit(f"sorl-train needs the package {error.name!r}: {install_command('train')}") from error
 
 if TYPE_CHECKING:
     from sorl_train.run.display import Display

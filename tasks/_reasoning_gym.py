@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sorl_env.errors import MOST, Bounds, UserError, did_you_mean
+from sorl_env.errors import MOST, Bounds, UserError, did_you_mean, install_command
 from sorl_env.task import Example, Limits, Task
 from sorl_env.turns.tags import ParsedTurn
 
@@ -67,7 +67,7 @@ def _factory(name: str, settings: dict[str, Any]) -> Callable[..., Any]:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{_PREFIX}{name} needs the package reasoning-gym ({error}): pip install 'sorl[reasoning-gym]'"
+            f"{_PREFIX}{name} needs the package reasoning-gym ({error}): {install_command('reasoning-gym')}"
         ) from error
     if name not in DATASETS:
         raise UserError(f"reasoning-gym has no data set {name!r}. {did_you_mean(name, DATASETS)}")

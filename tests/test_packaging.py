@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -53,16 +55,26 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that nothing left by an earlier build gets in."""
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source archive made from a copy, so that nothing left by an earlier build gets in."""
     copy = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in (*FOLDERS.values(), "configs", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    out = tmp_path_factory.mktemp("sdist")
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, out, cwd=copy)
+    (built,) = out.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that pip makes of the source archive alone."""
     out = tmp_path_factory.mktemp("wheel")
     options = "-m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir".split()
-    run(sys.executable, *options, out, copy, cwd=out)
+    run(sys.executable, *options, out, sdist, cwd=out)
     (built,) = out.glob("*.whl")
     return built
 
@@ -87,7 +99,7 @@ def link_dependencies(site_packages: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_all_of_the_packages_and_nothing_else(wheel: Path) -> None:
+def test_a_wheel_holds_all_of_the_packages_and_nothing_else(wheel: Path, sdist: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = {package: ROOT / folder for package, folder in FOLDERS.items()}
     sources["sorl_train/configs"] = ROOT / "configs"
@@ -101,6 +113,13 @@ def test_a_wheel_holds_all_of_the_packages_and_nothing_else(wheel: Path) -> None
     assert any(name.startswith("sorl_tasks/samples/") for name in held)
     assert "sorl_train/configs/quickstart.yaml" in held
     assert {f"{package}/py.typed" for package in FOLDERS} <= held
+
+    with tarfile.open(sdist) as archive:
+        folders = {tuple(Path(name).parts[1:2]) for name in archive.getnames()} - {()}
+    more = (
+        "CHANGELOG.md LICENSE MANIFEST.in PKG-INFO README.md pyproject.toml setup.cfg sorl.egg-info".split()
+    )
+    assert {name for (name,) in folders} == {*FOLDERS.values(), "configs", *more}
 
 
 @pytest.mark.slow
@@ -116,6 +135,18 @@ def test_a_wheel_works_offline_with_its_declared_dependencies(wheel: Path, tmp_p
     for command in COMMANDS:
         assert (python.parent / command).is_file()
     run(python.parent / "sorl-check-task", "minihop", cwd=tmp_path)
+
+
+def test_a_message_names_extras_that_exist_and_no_package_index() -> None:
+    extras = set(importlib.metadata.metadata("sorl").get_all("Provides-Extra") or ())
+    named = set()
+    for file in (path for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")):
+        source = file.read_text()
+        assert "'sorl[" not in source and '"sorl[' not in source, f"{file}: call install_command"
+        named |= {
+            name for found in re.findall(r"install_command\('([^']+)'\)", source) for name in found.split(",")
+        }
+    assert {"train", "search", "mcp", "openrlhf"} <= named <= extras
 
 
 def test_packages_import_from_any_folder(tmp_path: Path) -> None:

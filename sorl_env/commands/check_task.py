@@ -23,7 +23,7 @@ from sorl_env.commands.command import (
 from sorl_env.commands.task_options import add_task_options, open_named_task
 from sorl_env.envs.text_env import TextEnv, require_tool_env
 from sorl_env.envs.tool_use import ToolUseEnv
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 from sorl_env.rewards import normalize_answer
 from sorl_env.task.task import Example, Task
 from sorl_env.text import quoted
@@ -256,7 +256,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
 
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except ModuleNotFoundError as error:
-        raise UserError("--tokenizer needs transformers: pip install 'sorl[train]'") from error
+        raise UserError(f"--tokenizer needs transformers: {install_command('train')}") from error
     except Exception as error:  # the tokenizers library raises a plain Exception for a damaged file
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{folder}: no tokenizer there ({reason}); give a model folder") from error

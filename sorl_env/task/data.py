@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sorl_env.errors import UserError, did_you_mean, no_such_file
+from sorl_env.errors import UserError, did_you_mean, install_command, no_such_file
 from sorl_env.outside import place_of
 from sorl_env.task.task import Example, ExampleError, Task
 from sorl_env.text import read_json
@@ -159,7 +159,7 @@ def _read_parquet(path: Path, content: bytes) -> Iterator[Mapping[str, Any]]:
         import pyarrow.parquet
         from pyarrow.lib import ArrowException
     except ModuleNotFoundError as error:
-        raise UserError(f"{path}: Parquet needs pyarrow: pip install 'sorl[train]'") from error
+        raise UserError(f"{path}: Parquet needs pyarrow: {install_command('train')}") from error
     try:
         table = pyarrow.parquet.read_table(io.BytesIO(content))
     except (ArrowException, OSError) as error:
@@ -181,7 +181,7 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UserError(f"{source}: the hub needs datasets: pip install 'sorl[train]'") from error
+        raise UserError(f"{source}: the hub needs datasets: {install_command('train')}") from error
     try:
         rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
     except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split

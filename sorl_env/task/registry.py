@@ -15,7 +15,7 @@ from typing import Any
 
 import gymnasium
 
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError, did_you_mean, install_command
 from sorl_env.task.import_file import FILE_PREFIX, import_code
 from sorl_env.task.task import Task
 
@@ -82,8 +82,8 @@ def _family(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        extra = f"sorl[{name.replace('_', '-')},train]"
-        raise UserError(f"{name} tasks need the package {error.name}: pip install '{extra}'") from error
+        how = install_command(f"{name.replace('_', '-')},train")
+        raise UserError(f"{name} tasks need the package {error.name}: {how}") from error
     builder: Callable[..., Any] = getattr(module, function)
     return builder
 

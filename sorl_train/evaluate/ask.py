@@ -11,7 +11,7 @@ from typing import Any
 
 from sorl_env.commands.command import run_command, say, whole
 from sorl_env.envs.tool_use import ToolUseEnv
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 from sorl_env.task import Example
 from sorl_env.trajectory import Trajectory
 
@@ -24,7 +24,7 @@ try:
         make_policy,
     )
 except ModuleNotFoundError as missing:  # the core alone is installed
-    raise SystemExit(f"sorl-ask needs the package {missing.name!r}: pip install 'sorl[train]'") from missing
+    raise SystemExit(f"sorl-ask needs the package {missing.name!r}: {install_command('train')}") from missing
 
 from sorl_train.evaluate.results import Job
 from sorl_train.evaluate.runner import Policy, agent_trajectory, in_session

@@ -15,7 +15,7 @@ from typing import Any
 from sorl_env.commands.command import add_json_option, print_json, run_command, say, whole
 from sorl_env.envs.prompts import check_prompts
 from sorl_env.envs.text_env import TextEnv, format_of
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 
 try:
     from sorl_train.evaluate.arguments import (
@@ -28,7 +28,7 @@ try:
         rollout_settings,
     )
 except ModuleNotFoundError as missing:  # the core alone is installed
-    raise SystemExit(f"sorl-eval needs the package {missing.name!r}: pip install 'sorl[train]'") from missing
+    raise SystemExit(f"sorl-eval needs the package {missing.name!r}: {install_command('train')}") from missing
 
 from sorl_tools.progress import Progress
 from sorl_train.evaluate.compare import compare_main

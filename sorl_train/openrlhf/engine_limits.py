@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 from sorl_train.config.run_settings import ClusterConfig, RolloutConfig
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import TrainConfig, UpdateConfig
@@ -125,8 +125,8 @@ def check_versions() -> None:
         raise UserError(
             "engine=openrlhf overrides internals of these packages, and was tested with these versions only:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
-            + "\nInstall them into an environment of their own (pip install 'sorl[openrlhf]', and after it pip install "
-            f"--no-deps openrlhf=={TESTED['openrlhf']}; without a GPU: make openrlhf), or use engine=local"
+            + f"\nInstall them into an environment of their own ({install_command('openrlhf')}, and after it "
+            f"pip install --no-deps openrlhf=={TESTED['openrlhf']}; without a GPU: make openrlhf), or use engine=local"
         )
 
 

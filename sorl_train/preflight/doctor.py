@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sorl_env.commands.command import Parser, add_json_option, print_json, run_command
+from sorl_env.errors import install_command
 
 try:
     from sorl_train.config.files import DEFAULT_CONFIG, load_config
     from sorl_train.config.options import parse
 except ModuleNotFoundError as error:  # the core alone is installed
-    raise SystemExit(f"sorl-doctor needs the package {error.name!r}: pip install 'sorl[train]'") from error
+    raise SystemExit(f"sorl-doctor needs the package {error.name!r}: {install_command('train')}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

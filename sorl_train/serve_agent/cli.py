@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from sorl_env.commands.command import run_command, whole
+from sorl_env.errors import install_command
 from sorl_tools.http_server.options import (
     add_server_options,
     announce,
@@ -26,7 +27,7 @@ try:
     )
 except ModuleNotFoundError as missing:  # the core alone is installed
     raise SystemExit(
-        f"sorl-serve-agent needs the package {missing.name!r}: pip install 'sorl[train]'"
+        f"sorl-serve-agent needs the package {missing.name!r}: {install_command('train')}"
     ) from missing
 
 PORT = 8302

@@ -57,7 +57,7 @@ def template_text(name: str) -> str:
 @functools.lru_cache(maxsize=32)
 def make_tokenizer(family: str) -> Any:
     """A byte-level tokenizer with a few hundred merges, and the template and control tokens of a family."""
-    pytest.importorskip("transformers", reason="needs transformers: pip install 'sorl[train]'")
+    pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

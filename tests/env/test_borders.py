@@ -95,8 +95,8 @@ def test_rows_of_files_are_valid_text(tmp_path: Path, ascii_only: bool) -> None:
 
 
 def test_a_parquet_file_with_what_is_no_text_is_named(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'sorl[train]'")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install 'sorl[train]'")
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -e '.[train]'")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install -e '.[train]'")
     text = pa.array([b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
     parquet.write_table(pa.table({"question": text}), tmp_path / "rows.parquet")
     with pytest.raises(UserError, match=r"rows\.parquet: a text is not UTF-8"):

@@ -183,5 +183,5 @@ def test_missing_packages_are_named_with_their_extra(
         monkeypatch.setitem(sys.modules, module, None)  # import fails as if it were not installed
     needs = ((tmp_path / "x.parquet", "Parquet needs pyarrow"), ("hf:a/b", "the hub needs datasets"))
     for source, need in needs:
-        with pytest.raises(UserError, match=rf"{source}: {need}: pip install 'sorl\[train\]'"):
+        with pytest.raises(UserError, match=rf'{source}: {need}: pip install -e "\.\[train\]" in'):
             load_examples(task, source)

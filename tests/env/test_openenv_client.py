@@ -15,7 +15,7 @@ import pytest
 from sorl_env import ToolUnavailableError, UserError, load_task, open_env
 from sorl_env.envs.step import TurnInfo
 
-pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
+pytest.importorskip("websockets", reason="needs websockets: pip install -e '.[train]'")
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 from websockets.sync.server import serve

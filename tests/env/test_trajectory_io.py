@@ -128,7 +128,7 @@ def test_any_text_and_any_float_survive(
 # --- datasets -------------------------------------------------------------------------------------
 def test_loads_with_datasets_under_one_schema(tmp_path: Path) -> None:
     """In either order: the file that comes first fixes the schema, and an emptier one must not spoil it."""
-    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'sorl[train]'")
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install -e '.[train]'")
     write_jsonl(tmp_path / "empty.jsonl", [direct()])
     write_jsonl(tmp_path / "full.jsonl", [searched()])
 

@@ -7,7 +7,7 @@ import pytest
 from sorl_env import ToolUseEnv, UserError, load_task
 from sorl_env.commands.check_task import check_task
 
-pytest.importorskip("reasoning_gym", reason="needs pip install 'sorl[reasoning-gym]'")
+pytest.importorskip("reasoning_gym", reason="needs pip install -e '.[reasoning-gym]'")
 
 
 def test_a_right_answer_scores_one_and_a_wrong_one_nothing() -> None:

@@ -10,8 +10,8 @@ import pytest
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real sentence-transformers folder: a BERT of two thin layers with random weights, and mean pooling."""
-    pytest.importorskip("sentence_transformers", reason="needs pip install 'sorl[search]'")
-    pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
+    pytest.importorskip("sentence_transformers", reason="needs pip install -e '.[search]'")
+    pytest.importorskip("faiss", reason="needs pip install -e '.[search]'")
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Normalize, Pooling, Transformer

@@ -66,7 +66,10 @@ def test_without_the_train_extra_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['yaml'] = None; import sorl_train.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr == "sorl-train needs the package 'yaml': pip install 'sorl[train]'\n"
+    assert (
+        done.stderr
+        == "sorl-train needs the package 'yaml': pip install -e \".[train]\" in your clone of sorl\n"
+    )
 
 
 # -- options ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sorl_train.evaluate import cli as evaluate
 
 from . import mcp_task
 
-pytest.importorskip("mcp", reason="needs pip install 'sorl[mcp]'")
+pytest.importorskip("mcp", reason="needs pip install -e '.[mcp]'")
 
 TASK = str(Path(mcp_task.__file__))
 

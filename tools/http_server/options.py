@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from sorl_env.commands.command import number, say, whole
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 
 MAX_HEAD_BYTES = 16 << 10  # of a request line with its headers
 
@@ -67,9 +67,7 @@ def check_installed(packages: Sequence[str], extras: str) -> None:
     """Raise UserError, with the command that installs ``extras``, if one of the packages is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"these packages are not installed: {', '.join(missing)}; pip install 'sorl[{extras}]'"
-        )
+        raise UserError(f"these packages are not installed: {', '.join(missing)}; {install_command(extras)}")
 
 
 def read_token(path: Path) -> str:

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 
 TOKEN_VARIABLE = "SORL_ENCODER_TOKEN"
 TIMEOUT_S = 120.0
@@ -133,7 +133,7 @@ def _load(model: str, device: str | None) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
-        raise UserError("dense search needs sentence-transformers: pip install 'sorl[search]'") from error
+        raise UserError(f"dense search needs sentence-transformers: {install_command('search')}") from error
     path = Path(model).expanduser()
     if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~"))):
         raise UserError(f"--model {model}: no such folder")

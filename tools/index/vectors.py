@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 from sorl_tools.index.encoder import Floats, open_encoder
 
 VECTORS, FAISS = "vectors.npy", "index.faiss"
@@ -22,7 +22,7 @@ def faiss_module() -> Any:
     try:
         import faiss
     except ModuleNotFoundError as error:
-        raise UserError("dense search needs FAISS: pip install 'sorl[search]'") from error
+        raise UserError(f"dense search needs FAISS: {install_command('search')}") from error
     if not hasattr(faiss, "IO_FLAG_MMAP_IFC"):
         raise UserError(f"FAISS {faiss.__version__} is too old; install faiss-cpu 1.11 or newer")
     return faiss

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.from_thread import BlockingPortal
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 from sorl_env.tool import ToolInputError, ToolUnavailableError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Target:
         try:
             import mcp  # noqa: F401
         except ImportError as error:
-            raise UserError(f"MCP tools need the package mcp ({error}): pip install 'sorl[mcp]'") from error
+            raise UserError(f"MCP tools need the package mcp ({error}): {install_command('mcp')}") from error
         self._server = server
         self._command: list[str] = []
         if not isinstance(server, str):

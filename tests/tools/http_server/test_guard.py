@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httptools", reason="needs the search extra: pip install 'sorl[search]'")
-pytest.importorskip("starlette", reason="needs the search extra: pip install 'sorl[search]'")
-pytest.importorskip("uvicorn", reason="needs the search extra: pip install 'sorl[search]'")
-pytest.importorskip("websockets", reason="needs the train extra: pip install 'sorl[train]'")
+pytest.importorskip("httptools", reason="needs the search extra: pip install -e '.[search]'")
+pytest.importorskip("starlette", reason="needs the search extra: pip install -e '.[search]'")
+pytest.importorskip("uvicorn", reason="needs the search extra: pip install -e '.[search]'")
+pytest.importorskip("websockets", reason="needs the train extra: pip install -e '.[train]'")
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response

@@ -93,7 +93,7 @@ def test_lists_are_those_of_bm25s(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_best_are_those_of_a_full_scan(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With duplicates in the corpus, so that ties are many; rare and common words, repeated ones, any top_k."""
     if compiled:
-        pytest.importorskip("numba", reason="needs the search extra: pip install 'sorl[search]'")
+        pytest.importorskip("numba", reason="needs the search extra: pip install -e '.[search]'")
     else:
         monkeypatch.setattr(words, "_compiled", lambda: None)
     passages = [*made_up(700), *made_up(300), *made_up(200, seed=1)]

@@ -20,8 +20,8 @@ from sorl_tools.index.index import fuse
 
 from ..corpora import made_up, write_jsonl
 
-faiss = pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
-pytest.importorskip("sentence_transformers", reason="needs pip install 'sorl[search]'")
+faiss = pytest.importorskip("faiss", reason="needs pip install -e '.[search]'")
+pytest.importorskip("sentence_transformers", reason="needs pip install -e '.[search]'")
 
 from sorl_tools.index.encoder import (  # noqa: E402
     LocalEncoder,

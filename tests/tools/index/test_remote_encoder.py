@@ -20,7 +20,7 @@ from sorl_tools.index.encoder import open_encoder
 from ..corpora import made_up, write_jsonl
 from ..loopback import EmbeddingsServer, Reply, embeddings, vector
 
-pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
+pytest.importorskip("faiss", reason="needs pip install -e '.[search]'")
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from ...waiting import wait_until
 from ..loopback import LoopbackServer, Reply
 from . import servers
 
-pytest.importorskip("mcp", reason="needs pip install 'sorl[mcp]'")
-uvicorn = pytest.importorskip("uvicorn", reason="needs the search extra: pip install 'sorl[search]'")
+pytest.importorskip("mcp", reason="needs pip install -e '.[mcp]'")
+uvicorn = pytest.importorskip("uvicorn", reason="needs the search extra: pip install -e '.[search]'")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from sorl_tools.mcp import mcp_tools
 from ...waiting import wait_until
 from . import servers
 
-pytest.importorskip("mcp", reason="needs pip install 'sorl[mcp]'")
+pytest.importorskip("mcp", reason="needs pip install -e '.[mcp]'")
 
 SERVERS = str(Path(servers.__file__))
 

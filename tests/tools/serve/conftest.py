@@ -14,7 +14,7 @@ import pytest
 from ...processes import Process
 
 for package in ("httptools", "msgspec", "numba", "prometheus_client", "starlette", "uvicorn"):
-    pytest.importorskip(package, reason="needs the search extra: pip install 'sorl[search]'")
+    pytest.importorskip(package, reason="needs the search extra: pip install -e '.[search]'")
 
 ROWS = [
     {"id": "0", "contents": '"Bizet"\nThe composer Georges Bizet was born in Paris.'},

@@ -56,7 +56,7 @@ def test_gem(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_skyrl(server: Any) -> None:
     search = pytest.importorskip(
-        "skyrl_gym.tools.search", reason="needs skyrl-gym: pip install 'sorl[interop]'"
+        "skyrl_gym.tools.search", reason="needs skyrl-gym: pip install -e '.[interop]'"
     )
     reply, error = search.call_search_api(server.url, QUERY, topk=2)
     assert error is None
@@ -74,7 +74,7 @@ def test_skyrl(server: Any) -> None:
 
 def test_a_token_in_the_address(start: Any, tmp_path: Path) -> None:
     search = pytest.importorskip(
-        "skyrl_gym.tools.search", reason="needs skyrl-gym: pip install 'sorl[interop]'"
+        "skyrl_gym.tools.search", reason="needs skyrl-gym: pip install -e '.[interop]'"
     )
     (tmp_path / "token").write_text("s3/cret:x")
     server = start("--token-file", str(tmp_path / "token"))

@@ -12,7 +12,7 @@ import pytest
 
 from .conftest import ServerProcess
 
-mcp = pytest.importorskip("mcp", reason="needs pip install 'sorl[mcp]'")
+mcp = pytest.importorskip("mcp", reason="needs pip install -e '.[mcp]'")
 
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
 

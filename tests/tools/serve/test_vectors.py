@@ -23,7 +23,7 @@ from sorl_tools.serve.server import open_source
 
 from ..loopback import EmbeddingsServer, embeddings
 
-pytest.importorskip("faiss", reason="needs pip install 'sorl[search]'")
+pytest.importorskip("faiss", reason="needs pip install -e '.[search]'")
 
 WORDS = "river green salt carmen opera piano castle bridge harbour violin winter garden".split()
 

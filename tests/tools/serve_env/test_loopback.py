@@ -19,7 +19,7 @@ from sorl_env.rollout import RolloutJob, RolloutSettings, collect
 from tests.tools.serve_env.servers import Process, serve_task
 from tests.trajectories import Scripted
 
-pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
+pytest.importorskip("websockets", reason="needs websockets: pip install -e '.[train]'")
 pytestmark = [pytest.mark.openenv, pytest.mark.slow]
 
 JOBS = [RolloutJob(f"g{i}/0", f"g{i}", i, 100 + i) for i in range(12)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'sorl[train]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 
 import torch
 

@@ -101,7 +101,7 @@ def test_with_nothing_to_prepare_it_is_the_model_itself() -> None:
 
 @needs_packing
 def test_a_layer_with_lora_keeps_its_adapter() -> None:
-    peft = pytest.importorskip("peft", reason="needs peft: pip install 'sorl[train]'")
+    peft = pytest.importorskip("peft", reason="needs peft: pip install -e '.[train]'")
     model = peft.get_peft_model(
         models()["llama"], peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     ).eval()

@@ -15,7 +15,7 @@ from tests.tools.serve_env.servers import Process, free_port, openenv_python, se
 from tests.tools.serve_env.test_loopback import both, play, record
 from tests.train.conftest import train_short
 
-pytest.importorskip("websockets", reason="needs websockets: pip install 'sorl[train]'")
+pytest.importorskip("websockets", reason="needs websockets: pip install -e '.[train]'")
 pytestmark = [pytest.mark.openenv, pytest.mark.slow]
 
 

@@ -23,7 +23,7 @@ from ..conftest import short_config, weights_of
 from ..learner.test_batch import trajectory
 from .conftest import ToolPolicy
 
-pytest.importorskip("trl", reason="TRL is not installed (pip install 'sorl[interop]'); it needs Python 3.11")
+pytest.importorskip("trl", reason="TRL is not installed (pip install -e '.[interop]'); it needs Python 3.11")
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer

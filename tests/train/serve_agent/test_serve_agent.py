@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("starlette", reason="needs the search extra: pip install 'sorl[search]'")
-pytest.importorskip("uvicorn", reason="needs the search extra: pip install 'sorl[search]'")
+pytest.importorskip("starlette", reason="needs the search extra: pip install -e '.[search]'")
+pytest.importorskip("uvicorn", reason="needs the search extra: pip install -e '.[search]'")
 
 from sorl_env.commands.command import run_command
 from sorl_env.envs.tool_use import ToolUseEnv

@@ -25,8 +25,8 @@ def read(*sources: Path) -> list[Passage]:
 
 
 def parquet(path: Path, columns: dict[str, list[object]], group: int = 1000) -> Path:
-    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'sorl[train]'")
-    pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install 'sorl[train]'")
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -e '.[train]'")
+    pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install -e '.[train]'")
     pq.write_table(pa.table(columns), path, row_group_size=group)
     return path
 
@@ -93,7 +93,7 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, content: str, message: st
 
 
 def test_parquet_without_text_with_an_empty_cell_and_not_in_utf8(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'sorl[train]'")
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -e '.[train]'")
     text = pa.array([b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
     with pytest.raises(UserError, match=r"a\.parquet: not a readable Parquet file \(.*utf-8"):
         read(parquet(tmp_path / "a.parquet", {"text": text}))
