@@ -50,7 +50,7 @@ def _exception(error: BaseException) -> OutsideError:
 
 
 async def await_outside(function: Callable[..., Awaitable[_T]], argument: Any, timeout_s: float) -> _T:
-    """Await what ``function`` returns, for at most ``timeout_s``, even if it ignores that it is cancelled.
+    """Await what ``function`` returns, for at most ``timeout_s`` seconds, even if it ignores that it is cancelled.
 
     Raises:
         TimeoutError: the time is over.
@@ -69,7 +69,7 @@ async def await_outside(function: Callable[..., Awaitable[_T]], argument: Any, t
 
 
 async def within(future: asyncio.Future[_T], timeout_s: float) -> _T:
-    """Await a future that code from outside fulfils. Raises as ``await_outside`` does."""
+    """Await a future that code from outside fulfils, ``timeout_s`` seconds at most. Raises as ``await_outside``."""
     try:
         done, _ = await asyncio.wait({future}, timeout=max(timeout_s, 0.0))
     finally:
@@ -114,7 +114,7 @@ class Threads:
         self._given_up: set[Future[Any]] = set()
 
     def call(self, function: Callable[[Any], _T], argument: Any, timeout_s: float) -> _T:
-        """Wait for the call. Raises ``concurrent.futures.TimeoutError`` at the deadline."""
+        """Wait for the call. Raises ``concurrent.futures.TimeoutError`` after ``timeout_s`` seconds."""
         future = start_thread(function, argument)
         try:
             return future.result(timeout_s)
@@ -122,7 +122,7 @@ class Threads:
             self._leave(future)
 
     async def acall(self, function: Callable[[Any], _T], argument: Any, timeout_s: float) -> _T:
-        """``call`` on an event loop. Raises as ``await_outside`` does."""
+        """``call`` on an event loop, for at most ``timeout_s`` seconds. Raises as ``await_outside`` does."""
         future = start_thread(function, argument)
         try:
             return await within(asyncio.wrap_future(future), timeout_s)
@@ -135,7 +135,9 @@ class Threads:
             future.add_done_callback(self._given_up.discard)
 
     def check(self, what: str, timeout_s: float) -> None:
-        """Raise ``HungError`` if ``MAX_GIVEN_UP`` calls were given up and have not returned since."""
+        """Raise ``HungError`` if ``MAX_GIVEN_UP`` calls were given up and have not returned since.
+
+        ``timeout_s`` is what each was given, in seconds."""
         if (count := len(self._given_up)) >= MAX_GIVEN_UP:
             raise HungError(
                 f"{what}: {count} calls have not returned, although each was given up after {timeout_s:g} s, and every "

@@ -43,7 +43,7 @@ def openenv_task(
 ) -> Task:
     """The task that a server plays. A server of ``sorl-serve-env`` says itself what the first six settings are for.
 
-    The environment variable ``SORL_OPENENV_TOKEN`` is sent as a bearer token.
+    The environment variable ``SORL_OPENENV_TOKEN`` is sent as a bearer token. Times are in seconds.
 
     Args:
         url: as ``http://127.0.0.1:8303``.

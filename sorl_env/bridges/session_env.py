@@ -70,7 +70,8 @@ class Session(Protocol):
     async def reset(self, example: Example, seed: int) -> tuple[str, Example]:
         """Start an episode; returns its first text, and the example with what the environment knows of it."""
 
-    async def step(self, action: str) -> Reply: ...
+    async def step(self, action: str) -> Reply:
+        """What the environment replies to an action."""
 
     async def truncate(self, reason: StopReason) -> Reply | None:
         """The last reply of an episode that ends here; None where the environment gives none."""

@@ -62,10 +62,12 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--version", action="version", version=said, help="print the installed version")
 
     def error(self, message: str) -> NoReturn:
+        """Raise ``UserError`` instead of printing the usage and leaving."""
         said = re.sub(r"^argument (.+?): (must|cannot|expected)", r"\1 \2", message)
         raise UserError(f"{said}; {self.prog} --help explains all options")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Print ``message`` and leave with ``status``, without ending the interpreter."""
         self._print_message(message or "", sys.stderr)
         raise _LeaveError(status)
 

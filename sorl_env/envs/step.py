@@ -37,10 +37,12 @@ class UnicodeText(Text):
         super().__init__(max_length=64, min_length=1, charset=_SAMPLED, seed=seed)
 
     def contains(self, x: Any) -> bool:
+        """Whether ``x`` is a string."""
         return isinstance(x, str)
 
     @property
     def is_np_flattenable(self) -> bool:
+        """False: texts have no fixed length."""
         return False
 
     def __repr__(self) -> str:

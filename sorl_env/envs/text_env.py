@@ -33,7 +33,8 @@ class TextEnv(Protocol):
     example: Example
 
     @property
-    def stop(self) -> tuple[str, ...]: ...
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end a turn of the policy."""
 
     def spawn(self) -> TextEnv:
         """Another environment with the same task and examples, and no episode; cheap."""

@@ -109,6 +109,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
 
     @toolbox.setter
     def toolbox(self, shared: Toolbox) -> None:
+        """End the episode, and call these tools from now on."""
         self.end_episode()
         self._toolbox = self._shared_tools = shared
 

@@ -126,13 +126,16 @@ class Tool(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The tag, or the name in a tool call."""
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """What the policy is told that it does."""
 
     @property
-    def schema(self) -> Mapping[str, Any]: ...
+    def schema(self) -> Mapping[str, Any]:
+        """The JSON schema of its arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> ToolResult: ...
 

@@ -107,6 +107,7 @@ class ChatCodec:
         self._prompts: dict[str | None, _Frame] = {}
 
     def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
+        """The token ids of the first message, up to where the policy writes."""
         if system_prompt not in self._prompts:
             self._prompts[system_prompt] = self._find_prompt(system_prompt)
         return self._encode(self._prompts[system_prompt], prompt.strip())

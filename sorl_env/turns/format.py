@@ -62,9 +62,11 @@ class ToolCallFormat:
     invalid_observation: str = INVALID_MESSAGE
 
     def parse(self, text: str, toolbox: Toolbox, require_think: bool) -> ParsedTurn:
+        """As ``TagFormat.parse``, for a message of the template."""
         return parse_message(text, toolbox.tools, self.syntax)
 
     def observation(self, reply: str) -> str:
+        """A tool's reply as the policy reads it, without markers of a template."""
         return neutralise_controls(reply)
 
 

@@ -69,11 +69,14 @@ class Tokenizer(Protocol):
     chat_template: Any
     eos_token_id: int | None
 
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
+        """The token ids of a text."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
+        """The text of token ids."""
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+        """The conversation in the template: text or token ids, as ``tokenize`` says."""
 
 
 def encode_prompt(

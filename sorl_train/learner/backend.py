@@ -24,7 +24,7 @@ class HeldWeights(Protocol):
     """Weights that the trust region can move back."""
 
     def weights(self) -> Sequence[Tensor]:
-        """The weights that the optimizer steps on, as this rank holds them, each time in the same order."""
+        """The weights that the optimizer steps on, as this rank holds them: each of its own shape, in a fixed order."""
 
     def sync_weights(self) -> None:
         """Bring copies of ``weights`` up to date after they were moved."""
@@ -53,7 +53,7 @@ class Backend(HeldWeights, Protocol):
         """A critic's values (B, T), float32, of the tokens of ``mask``, 0 elsewhere."""
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of one micro-batch; ``last`` is True for the last one of the mini-batch."""
+        """Add the gradient of a micro-batch's ``loss``, a scalar; ``last`` is True for the last one of a mini-batch."""
 
     def step(self, lr: float, limit: float | None, grad_scale: float = 1.0) -> float:
         """Multiply the gradient by ``grad_scale``, clip it to the norm ``limit``, and step with the rate ``lr``.

@@ -73,7 +73,7 @@ class Batch:
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
     def rows(self, index: Sequence[int] | Tensor) -> Batch:
-        """The trajectories ``index``, with padding trimmed to the longest of them."""
+        """The trajectories ``index`` (N,), with padding trimmed to the longest of them."""
         chosen = torch.as_tensor(index, dtype=torch.long)
         length = int(self.lengths[chosen].max()) if len(chosen) else 1
         changed: dict[str, object] = {"ids": tuple(self.ids[i] for i in chosen.tolist())}
@@ -87,7 +87,7 @@ class Batch:
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
     def micro_batches(self, size: int, *, by_group: bool = False) -> Iterator[tuple[Tensor, Batch]]:
-        """Pieces of at most ``size`` trajectories, each with its rows in the batch.
+        """Pieces of at most ``size`` trajectories, each with its rows (N,) in the batch.
 
         Trajectories of similar length go together, so that there is little padding; with ``by_group`` those of a group,
         which have their beginning in common.
@@ -118,8 +118,11 @@ def collate(
     classify: Callable[[Trajectory], NDArray[np.int8]] | None = None,
     anchor_state: AnchorState | None = None,
 ) -> Batch:
-    """Pad one or more trajectories to the longest; a turn's reward items go on its last token, where ``gae`` expects
-    them. ``classify`` fills in ``token_classes``, ``anchor_state`` the ``state_ids`` (``state_keys``)."""
+    """Pad trajectories to the longest, to tensors (B, T) and (B,).
+
+    A turn's reward items go on its last token, where ``gae`` expects them. ``classify`` fills in ``token_classes``,
+    ``anchor_state`` the ``state_ids`` (``state_keys``).
+    """
     size, length = len(trajectories), max(len(t.token_ids) for t in trajectories)
     token_ids = np.full((size, length), pad_id, dtype=np.int64)
     turn_ids = np.full((size, length), -1, dtype=np.int64)
@@ -178,7 +181,7 @@ def state_keys(trajectory: Trajectory, anchor_state: AnchorState) -> list[Hashab
 
 
 def rows_by_rank(batch: Batch, ranks: int) -> list[Tensor]:
-    """The rows of each rank, longest trajectories first, so that ranks have about as many tokens."""
+    """The rows (N,) of each rank, longest trajectories first, so that ranks have about as many tokens."""
     order = torch.argsort(batch.lengths, descending=True, stable=True)
     return [order[rank::ranks] for rank in range(ranks)]
 

@@ -83,7 +83,7 @@ def diagnose_ratios(
     *,
     settings: LossSettings,
 ) -> RatioDiagnostics:
-    """Diagnostics of a mini-batch; arguments as for ``policy_loss``, ``token_classes`` as in ``Batch``."""
+    """Diagnostics of a mini-batch; arguments (B, T) as for ``policy_loss``, ``token_classes`` as in ``Batch``."""
     weights = torch.zeros(3, 3, dtype=torch.float64)
     by_turn = torch.zeros(TURNS, 2, dtype=torch.float64)
     by_class = torch.zeros(len(CLASSES), 2, dtype=torch.float64)

@@ -99,7 +99,7 @@ def mean_over(mini: Batch, aggregation: Aggregation) -> dict[str, Any]:
 
 
 def on_device(mini: Batch, size: int, backend: Backend) -> Iterator[tuple[Tensor, Batch, bool]]:
-    """The micro-batches of ``mini``: their rows in it, themselves on the backend's device, whether it is the last."""
+    """The micro-batches of ``mini``: their rows (N,) in it, themselves on the device, whether it is the last."""
     micros = list(mini.micro_batches(size, by_group=backend.uses_packing))
     for number, (rows, micro) in enumerate(micros, start=1):
         yield rows, micro.to(backend.device), number == len(micros)
@@ -115,6 +115,7 @@ class Means:
         self._values: dict[str, list[float]] = defaultdict(list)
 
     def add(self, **values: float) -> None:
+        """Count one more value of each of these metrics."""
         for name, value in values.items():
             self._values[name].append(value)
 

@@ -35,7 +35,7 @@ def score(batch: Batch, backends: Mapping[str, Backend], size: int) -> dict[str,
 
 
 def with_scores(batch: Batch, fields: Mapping[str, Tensor]) -> Batch:
-    """The batch with these fields; raises ``NonFiniteError`` if one of them, or of the sampler's, is not finite."""
+    """The batch with these fields (B, T); raises ``NonFiniteError`` if one, or one of the sampler's, is not finite."""
     for name, figures in {"rollout_log_probs": batch.rollout_log_probs, **fields}.items():
         broken = (~torch.isfinite(figures)).any(dim=1).nonzero()[:, 0].tolist()
         if broken:

@@ -83,7 +83,7 @@ class TrustRegion:
         self._moved = False  # whether the weights may have, since the batch began
 
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """Copy the weights that begin a batch, to host memory: it is only read when steps are taken back."""
+        """Copy the weights that begin a batch, each of its own shape, to host memory, for steps to be taken back."""
         self.moves, self.largest, self._moved = 0, 0.0, False
         if not self._start:  # kept over batches, because pinned memory is slow to get
             self._start = [
@@ -130,7 +130,7 @@ class TrustRegion:
 
     @torch.no_grad()
     def go_back(self, weights: Sequence[Tensor], kl: float, move: int) -> None:
-        """Move weights at this KL along the line to where the batch began; the last ``move`` goes all the way.
+        """Move weights, each of its own shape, to where the batch began, in part; the last ``move`` goes all the way.
 
         Only the first move shrinks the scale: further ones mean that earlier steps had already left the region.
         """

@@ -83,7 +83,7 @@ class PolicyUpdate:
     ) -> Iterator[tuple[Batch, Tensor, Tensor]]:
         """The steps on a rollout batch, up to ``update.target_kl``; ``done`` steps came before. ``end_batch`` follows.
 
-        Yields each mini-batch after its step, with what ``step`` returns.
+        Yields each mini-batch after its step, with the two tensors (B, T) that ``step`` returns.
         """
         self.begin_batch()
         optim = self.config.optim

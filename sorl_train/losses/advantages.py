@@ -71,7 +71,7 @@ def whiten(advantages: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def are_equal(lowest: Tensor, highest: Tensor) -> Tensor:
-    """Bool: whether all rewards from ``lowest`` to ``highest`` are the same but for rounding.
+    """Bool, of any shape: whether all rewards from ``lowest`` to ``highest`` are the same but for rounding.
 
     A trajectory's reward is a sum over its tokens in float32. Equal rewards of turns that end at other tokens may add
     up to sums that differ in the last bit.
@@ -201,7 +201,7 @@ class TurnGroups:
     baseline: GroupBaseline = "mean"
 
     def by_return(self) -> Tensor:
-        """Group advantages turn by turn: what turn k and those after it earn, over the rollouts that reached it::
+        """Group advantages (B, K) by turn: what turn k and those after it earn, over the rollouts that reached it::
 
             A_{i,k} = R_{i,k} - mean_j R_{j,k},     R_{j,k} = sum_{l >= k} r_{j,l}
 
@@ -212,7 +212,7 @@ class TurnGroups:
         return self._over_turns(self._returns(1.0), self._by_number(), self.there)
 
     def by_turn(self, weight: float = 1.0) -> Tensor:
-        """MT-GRPO (arXiv:2505.11821): the outcome's group advantage, and on earlier turns that of their own reward::
+        """MT-GRPO (arXiv:2505.11821), (B, K): the outcome's group advantage, on earlier turns that of their own, too::
 
             A_{i,k} = A^O_i + weight A^T_{i,k}   for every turn k but the last,      A_{i,last} = A^O_i
 

@@ -70,7 +70,7 @@ class ClipRange:
         return 1.0 + (self.eps if self.eps_high is None else self.eps_high)
 
     def clips(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """The clip rule: bool, True for tokens that PPO's clip leaves without a gradient (the paper's set B^c).
+        """The clip rule, of any shape: bool, True for tokens that PPO's clip leaves without a gradient (B^c).
 
         A token with advantage 0 has no gradient to lose and does not count. Dual clip does not count either: B^c
         holds what PPO's own clip cuts.
@@ -82,7 +82,7 @@ Surrogate = Callable[[Tensor, Tensor, ClipRange], Tensor]
 
 
 def clipped(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
-    """min(w A, clip(w) A), the surrogate of eq:ppo_obj, eq:turn_level_PPO and eq:GRPO_objective."""
+    """min(w A, clip(w) A), the surrogate of eq:ppo_obj, eq:turn_level_PPO and eq:GRPO_objective; all (N,)."""
     bounded = torch.where(clip.clips(ratio, advantage), ratio.clamp(clip.low, clip.high), ratio)
     if clip.dual is not None:
         bounded = torch.where(advantage < 0, bounded.clamp(max=clip.dual), bounded)
@@ -92,7 +92,7 @@ def clipped(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
 def cispo(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """sg(min(w, high)) A log w: REINFORCE with a bounded importance weight, which is a constant (arXiv:2506.13585).
 
-    No token loses its gradient. There is no lower bound, as published: it "did not impose" one.
+    All tensors are (N,). No token loses its gradient. There is no lower bound, as published: it "did not impose" one.
     """
     return ratio.detach().clamp(max=clip.high) * advantage * ratio.log()
 
@@ -100,7 +100,7 @@ def cispo(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
 def sapo(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """(4 / tau) sigmoid(tau (w - 1)) A: a soft gate in place of the clip (arXiv:2511.20347).
 
-    Its derivative by w is A at w = 1, and fades on both sides, the sooner the higher tau is.
+    All tensors are (N,). Its derivative by w is A at w = 1, and fades on both sides, the sooner the higher tau is.
     """
     tau = torch.full_like(advantage, clip.tau_neg).masked_fill(advantage > 0, clip.tau_pos)
     return 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantage
@@ -109,8 +109,8 @@ def sapo(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
 def topr(ratio: Tensor, advantage: Tensor, clip: ClipRange) -> Tensor:
     """sg(1 if A > 0 else min(w, 1)) A log w: tapered off-policy REINFORCE (arXiv:2503.14286).
 
-    Tokens with a positive advantage are imitated without an importance weight. The weight of the others is truncated
-    to [0, 1]: it fades as they become unlikely, and never grows.
+    All tensors are (N,). Tokens with a positive advantage are imitated without an importance weight. The weight of the
+    others is truncated to [0, 1]: it fades as they become unlikely, and never grows.
 
     Deviations from the paper: its weight belongs to a whole sequence and is the product of the tokens' ratios. Here w
     is the geometric mean over the segment, as at every ratio level. Both reach 1 for the same sequences; below 1 the

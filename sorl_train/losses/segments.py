@@ -72,7 +72,7 @@ class Segments:
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), with the log-ratio clamped to +-20. Beyond the clamp the ratio has no gradient."""
+    """exp(log_ratio), of any shape, with the log-ratio clamped to +-20. Beyond the clamp the ratio has no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

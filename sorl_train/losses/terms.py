@@ -13,7 +13,7 @@ from sorl_train.losses.segments import MAX_LOG_RATIO
 
 
 def check_shapes(reference: Tensor, **others: Tensor) -> None:
-    """Raise ValueError for the first of ``others`` whose shape is not that of ``reference``."""
+    """Raise ValueError for the first of ``others`` that has not the same shape as ``reference``."""
     for name, tensor in others.items():
         if tensor.shape != reference.shape:
             raise ValueError(

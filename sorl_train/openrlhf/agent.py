@@ -30,6 +30,7 @@ class EngineSampler:
         self._engine = engine
 
     async def generate(self, session: str, token_ids: Sequence[int], params: SamplingParams) -> SampledTurn:
+        """Sample a turn after ``token_ids``, with the version of the weights that began it."""
         version = await self._engine.version_of_a_new_turn()
         output = await self._engine.generate(list(token_ids), vllm_params(params))
         return sampled_turn(output.outputs[0], version)

@@ -137,7 +137,7 @@ class DeepSpeedBackend:
         return torch.zeros(mask.shape, device=values.device).masked_scatter(mask, values)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """As ``Backend.backward``. DeepSpeed would count micro-batches, of which a mini-batch may have fewer."""
+        """As ``Backend.backward``, of a scalar. DeepSpeed would count micro-batches; a mini-batch may have fewer."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self._undo)
         self._has_gradient = True
@@ -184,7 +184,7 @@ class DeepSpeedBackend:
             del optimizer._optimizer_step
 
     def weights(self) -> list[Tensor]:
-        """This rank's shard of the weights that the optimizer steps on, which are float32."""
+        """This rank's shard of the weights that the optimizer steps on: float32, each (N,)."""
         optimizer = self.engine.optimizer
         if self.engine.zero_optimization_stage() == 3:
             return list(optimizer.fp32_partitioned_groups_flat)

@@ -34,9 +34,11 @@ class JobLoader:
             yield [None], [""], [label], [None]
 
     def state_dict(self) -> dict[str, Any]:
+        """The position, for a checkpoint."""
         return {"next": self._next}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position of ``state_dict``."""
         self._next = state["next"]
 
 

@@ -40,9 +40,10 @@ def watched(workers: Sequence[Any], poll_s: float = POLL_S) -> Iterator[None]:
     """Within a block that calls Ray actors, the death of one of ``workers`` ends the block, whatever it waits for.
 
     Ray reports a death only to callers of the dead actor. A training worker in a collective with it, or in a weight
-    broadcast to a dead vLLM engine, waits on (the timeouts of gloo and NCCL are half an hour), and so does the trainer.
-    ``workers`` may grow meanwhile: a worker that dies while it starts ends the block as well. Raises the
-    ``ActorDiedError`` of the worker that died first, instead of the error that its death caused.
+    broadcast to a dead vLLM engine, waits on (the timeouts of gloo and NCCL are half an hour), and so does the
+    trainer. The workers are asked every ``poll_s`` seconds. ``workers`` may grow meanwhile: a worker that dies while it
+    starts ends the block as well. Raises the ``ActorDiedError`` of the worker that died first, instead of the error
+    that its death caused.
     """
     deaths: list[ActorDiedError] = []
     over = threading.Event()

@@ -68,6 +68,7 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
     """One rank of the actor. OpenRLHF loads, shards, saves and broadcasts the weights; the update is sorl's."""
 
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Load the policy as OpenRLHF does, then check it and make the update."""
         ppo_actor.NaiveReplayBuffer = _no_buffer  # batches come as arguments of ``train_on``
         super().init_model_from_pretrained(*args, **kwargs)
         self.config = run_config()
@@ -113,6 +114,7 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
     """One rank of the critic."""
 
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Load the critic as OpenRLHF does, then check it and make the update."""
         ppo_critic.NaiveReplayBuffer = _no_buffer
         super().init_model_from_pretrained(*args, **kwargs)
         self.config, arguments = run_config(), self.strategy.args

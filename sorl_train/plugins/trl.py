@@ -91,7 +91,7 @@ class SorlMixin:
         return optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """A micro-batch's loss and gradient; the last one of a mini-batch also asks the trust region."""
+        """A micro-batch's loss, a scalar, and its gradient; the last one of a mini-batch also asks the trust region."""
         if self._trust is None:
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         self._trust.before_micro_batch()

@@ -39,12 +39,14 @@ class TrustedSteps:
         self._again = False  # a mini-batch is computed once more
 
     def weights(self) -> list[Tensor]:
+        """The trained parameters, each of its own shape."""
         return [p for p in self._trainer.model.parameters() if p.requires_grad]
 
     def sync_weights(self) -> None:
         """There are no copies, as weights that are split are refused."""
 
     def discard_gradient(self) -> None:
+        """Forget the gradient since the last step, and what the plug-in gathered with it."""
         self._trainer.model.zero_grad()
         self._trainer.objective.steps.clear()
 
@@ -59,7 +61,7 @@ class TrustedSteps:
         self._mini_batch = []
 
     def saw(self, inputs: dict[str, Any], old_log_probs: Tensor) -> None:
-        """A micro-batch went through the model."""
+        """A micro-batch went through the model; its old log-probabilities are (B, T)."""
         if self._again:
             return
         self._mini_batch.append(inputs)

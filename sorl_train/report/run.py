@@ -58,6 +58,7 @@ class ReportRun:
 
     @property
     def algo(self) -> str:
+        """Short name of the algorithm."""
         return short_name(str(self.config.get("algo", "unknown")))
 
     @property
@@ -73,10 +74,12 @@ class ReportRun:
 
     @property
     def task(self) -> str:
+        """Name of the task."""
         return str(self.config.get("task", "unknown"))
 
     @property
     def last_step(self) -> int:
+        """Number of the last step with metrics; 0 before the first."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property

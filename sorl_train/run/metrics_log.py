@@ -71,6 +71,7 @@ class MetricsLog:
             self._wandb.log(finite, step=step)
 
     def close(self) -> None:
+        """Finish the logs of TensorBoard and W&B."""
         if self._writer is not None:
             self._writer.close()
         if self._wandb is not None:

@@ -122,6 +122,7 @@ class Recorder:
         return summary
 
     def close(self) -> None:
+        """Finish the logs."""
         self._log.close()
 
     # -- what is due ----------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class Agent:
 
     @property
     def task(self) -> str:
+        """Name of the task."""
         return self._env.task.name
 
     @property

@@ -79,6 +79,7 @@ class ChatRequest(_Neutral):
 
     @property
     def question(self) -> str:
+        """The text of the request's one message."""
         content = self.messages[0].content
         return (content if isinstance(content, str) else "\n".join(part.text for part in content)).strip()
 
