@@ -20,7 +20,7 @@ smollm2 := models/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart collapse check test test-all lint bench model openrlhf test-openrlhf resolve-openrlhf openenv test-openenv test-verl clean
+.PHONY: help quickstart collapse check test test-all lint docs docs-serve bench model openrlhf test-openrlhf resolve-openrlhf openenv test-openenv test-verl clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -33,8 +33,9 @@ collapse: $(VENV)/.train ## three runs at too high a learning rate: PPO, SO-PPO,
 	@echo "open runs/collapse/report.html: success after each training step"
 
 # What a change has to pass. Recipes, not prerequisites: they keep their order under make -j, and the first failure ends it.
-check: ## lint and all tests, as .ci/run calls it (40 minutes on two cores)
+check: ## lint, the documentation and all tests, as .ci/run calls it (40 minutes on two cores)
 	$(MAKE) lint
+	$(MAKE) docs
 	$(MAKE) test-all
 	$(MAKE) test-openrlhf
 	$(MAKE) resolve-openrlhf
@@ -50,6 +51,12 @@ lint: $(VENV)/.dev ## ruff, the import contracts and mypy
 	$(bin)/ruff format --check
 	$(bin)/lint-imports --no-logo
 	$(bin)/mypy
+
+docs: $(VENV)/.docs ## the documentation site, strictly and without a network, in build/docs/site
+	$(bin)/python docs/site/build.py
+
+docs-serve: docs ## the same, shown on http://127.0.0.1:8000
+	$(bin)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 bench: $(VENV)/.bench ## the benchmarks, one after the other
 	$(bin)/python benchmarks/env_throughput.py $(ARGS)
@@ -99,6 +106,10 @@ $(VENV)/.train: pyproject.toml | $(bin)/python
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.train
 	$(pip) install --quiet --prefer-binary --editable ".[dev]"
+	touch $@
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.train
+	$(pip) install --quiet --prefer-binary --editable ".[docs]"
 	touch $@
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.train

@@ -24,11 +24,11 @@ COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryA
 class Browser:
     """One tab. Commands and events are JSON, ended by a zero byte, on the browser's descriptors 3 and 4."""
 
-    def __init__(self, profile: Path) -> None:
+    def __init__(self, profile: Path, *flags: str) -> None:
         assert PROGRAM is not None
         commands, self._commands = os.pipe()
         self._events, events = os.pipe()
-        launch = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{events}', "bash", PROGRAM, *FLAGS]
+        launch = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{events}', "bash", PROGRAM, *FLAGS, *flags]
         self.process = subprocess.Popen(
             [*launch, f"--user-data-dir={profile}"],
             pass_fds=(commands, events),
