@@ -20,14 +20,10 @@ from sorl_env.commands.play import main as play
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.tool.toolbox import Toolbox
 
+from ..docs.blocks import python_blocks
 from .loopback import LoopbackServer
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 PRICES = {"lamp": "12.50"}
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
 def module(source: str) -> ModuleType:
@@ -39,7 +35,7 @@ def module(source: str) -> ModuleType:
 # --- a task ---
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    source = blocks("add_a_task.md")[0]
+    source = python_blocks("docs/add_a_task.md")[0]
     assert len(source.splitlines()) <= 60
     (tmp_path / "stockroom.py").write_text(source, encoding="utf-8")
     return str(tmp_path / "stockroom.py")
@@ -60,7 +56,9 @@ def test_the_expert_can_be_watched(path: str, capsys: pytest.CaptureFixture[str]
 
 def test_rewards_of_turns(path: str) -> None:
     own = "import dataclasses\nTASK = dataclasses.replace(TASK, turn_reward=turn_reward)"
-    Path(path).write_text("\n".join([*blocks("add_a_task.md")[:2], own]))
+    (turn_reward,) = (block for block in python_blocks("docs/add_a_task.md") if "def turn_reward" in block)
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(f"\n{turn_reward}\n{own}\n")
     env = ToolUseEnv(path)
     env.reset(options={"index": 0})
     turns = ("<shelf> elm A 1 </shelf>", "<shelf> elm A 1 </shelf>", "<answer> 37 </answer>")
@@ -73,7 +71,7 @@ def test_rewards_of_turns(path: str) -> None:
 
 @pytest.fixture
 def shop() -> ModuleType:
-    source = blocks("add_a_tool.md")[0]
+    source = python_blocks("docs/add_a_tool.md")[0]
     assert len(source.splitlines()) <= 60
     return module(source)
 
@@ -97,8 +95,8 @@ def test_a_task_of_two_files_beside_it(
     monkeypatch.setattr(
         sys, "path", [folder for folder in sys.path if not Path(folder, "stockroom.py").exists()]
     )
-    tool, _, both = blocks("add_a_tool.md")[:3]
-    task = blocks("add_a_task.md")[0]
+    tool, _, both = python_blocks("docs/add_a_tool.md")[:3]
+    task = python_blocks("docs/add_a_task.md")[0]
     for name, source in (("shop_tools", tool), ("stockroom", task), ("both", both)):
         (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
     assert check([str(tmp_path / "both.py")]) == 0
@@ -137,7 +135,7 @@ def test_a_service_with_batches_and_outages(shop: ModuleType, url: str) -> None:
 
 def test_the_notebook_keeps_the_contract() -> None:
     """The page's second file: a tool with a state of its own in each episode."""
-    (text,) = [block for block in blocks("add_a_tool.md") if "class Notebook" in block]
+    (text,) = [block for block in python_blocks("docs/add_a_tool.md") if "class Notebook" in block]
     task = load_task("nq")
     noting = dataclasses.replace(task, prompt=lambda example: f"Use <note> and <answer>. {example.question}")
     env = ToolUseEnv(noting, tools=[module(text).Notebook()])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,16 +13,15 @@ import torch
 from sorl_train.losses.policy import LossOutput, LossSettings, policy_loss
 from sorl_train.plugins.objective import objective_of_process, turn_ids_of
 
+from ...docs.blocks import python_blocks
 from ..losses.keywords import drawn
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "interop" / "plugins.md"
+PAGE = "docs/interop/plugins.md"
 
 
 def recipe(trainer: str, monkeypatch: pytest.MonkeyPatch, **theirs: Any) -> dict[str, Any]:
     """What the page's block defines that imports ``trainer``, whose names are ``theirs``."""
-    (block,) = (
-        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if trainer in block
-    )
+    (block,) = (block for block in python_blocks(PAGE) if trainer in block)
     for place in re.findall(r"from ((?:prime_rl|nemo_rl|skyrl)\S*)", block):
         parts = place.split(".")
         for count in range(1, len(parts) + 1):
@@ -31,7 +29,7 @@ def recipe(trainer: str, monkeypatch: pytest.MonkeyPatch, **theirs: Any) -> dict
         for name, value in theirs.items():
             setattr(sys.modules[place], name, value)
     found: dict[str, Any] = {}
-    exec(compile(block, str(PAGE), "exec"), found)
+    exec(compile(block, PAGE, "exec"), found)
     return found
 
 
