@@ -110,7 +110,7 @@ def sorl_step(model: str, folder: Path, prompts: int, micro_batch: int, dtype: s
         "loss.kl_coef": 0.0,
         "optim.lr": LEARNING_RATE,
     }
-    config = load_config("quickstart", overrides)
+    config = load_config("minihop", overrides)
     engine = LocalEngine(config, RunDir.create(folder, config), Display(sys.stderr), model)
     engine.load(None)
     forbid_ends(engine.policy, engine.tokenizer)
@@ -299,7 +299,7 @@ def main() -> int:
     for name, (default, text) in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--dialogues", type=int, help="of a round of rollouts (default: the config's batch)")
-    parser.add_argument("--config", default="quickstart", help="limits and dtype (default: %(default)s)")
+    parser.add_argument("--config", default="minihop", help="limits and dtype (default: %(default)s)")
     parser.add_argument(
         "--model", help="the policy's folder (default: the config's, cold-started if need be)"
     )

@@ -121,7 +121,7 @@ def serve(name: str, args: argparse.Namespace, dtype: str, rounds: Connection) -
         "sampler.max_concurrency": args.dialogues,
         "limits.max_trajectory_tokens": longest,
     }
-    config = load_config("quickstart", settings)
+    config = load_config("minihop", settings)
     policy = load_policy(str(args.model), "cpu").eval()
     if why := try_packing(policy, longest, sampled=True):  # as the engine does when it loads a policy
         print(f"rows of attention stay as they are: {why}")

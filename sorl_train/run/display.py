@@ -25,20 +25,29 @@ from sorl_env.errors import UserError
 from sorl_env.text import duration
 
 Advance = Callable[[int], None]
+QUIET_S = 10.0  # seconds without a line after which one tells of the progress, where there are no bars
 
 
 # title of a column -> its form, and the figure that it shows: the first of these that a step has
 Columns = dict[str, tuple[str, tuple[str, ...]]]
 
 COLUMNS: Columns = {
-    "success": ("{:.3f}", ("rollout/success",)),
+    "sampled": ("{:.3f}", ("rollout/success",)),
     "valid": ("{:.3f}", ("rollout/valid_turn_rate",)),
     "clip": ("{:.4f}", ("loss/clip_frac",)),
     "bias": ("{:.3g}", ("loss/clip_bias_norm",)),
+    "factor": ("{:.3f}", ("loss/normalizer",)),
+    "scale": ("{:.2g}", ("loss/trust_scale",)),
     "grad": ("{:.3g}", ("loss/grad_norm",)),
-    "KL": ("{:.2g}", ("loss/ref_kl", "loss/approx_kl")),
+    "KL old": ("{:.2g}", ("loss/approx_kl",)),
+    "KL ref": ("{:.2g}", ("loss/ref_kl",)),
     "tok/s": ("{:.0f}", ("time/tokens_per_s",)),
 }
+OPTIONAL = ("scale", "KL ref")  # columns of steps with a trust region, and with a reference policy
+LEGEND = (
+    "sampled: success of the sampled training trajectories (evaluations are greedy, on held-out questions); factor: of "
+    "normalization; scale: of the learning rate, by the trust region; KL: to the old or to the reference policy"
+)
 SFT_COLUMNS: Columns = {
     "loss": ("{:.4f}", ("sft/loss",)),
     "conf": ("{:.3f}", ("sft/confident",)),
@@ -52,6 +61,7 @@ class Display:
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
+        self._spoke = clock()  # when the last line was printed
         self._columns: Columns = {}
         self._steps = 0
         self._ends: deque[tuple[int, float]] = deque(maxlen=11)  # of the newest steps: number and time
@@ -66,23 +76,41 @@ class Display:
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
         """A part of a step (rollout, update, evaluation). Call the context's value with the units just done. Without a
-        terminal nothing is printed: a log shows results, not progress."""
-        yield lambda units: None
+        terminal a line says every ``QUIET_S`` seconds which part runs, and how far it has come."""
+        done = 0
+
+        def advance(units: int) -> None:
+            nonlocal done
+            done += units
+            if self._clock() - self._spoke >= QUIET_S:
+                self.message(f"{name}: {done:,} of {total:,}")
+
+        yield advance
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step ``step`` (counted from 1) is done."""
         self._ends.append((step, self._clock()))
         columns = SFT_COLUMNS if "sft/loss" in metrics else COLUMNS
+        # what the algorithm of this run never has gets no column
+        columns = {
+            title: column
+            for title, column in columns.items()
+            if title not in OPTIONAL or column[1][0] in metrics or title in self._columns
+        }
         # a step, even one that lost all its trajectories, and not an evaluation alone
         if "rollout/excluded_rate" in metrics or any(
             name in metrics for _, names in columns.values() for name in names if not name.startswith("time/")
         ):
             width = 2 * len(str(self._steps)) + 3
             if columns != self._columns:
+                if not self._columns and columns.keys() <= COLUMNS.keys():
+                    self.message(LEGEND)
                 self._columns = columns
                 self.message("".join([f"{'step':>{width}}", *(f"{c:>9}" for c in columns), f"{'ETA':>12}"]))
             figures = "".join(f"{_figure(metrics, *column):>9}" for column in columns.values())
-            self.message(f"{f'{step}/{self._steps}':>{width}}{figures}{self._time_left():>12}")
+            excluded = metrics.get("rollout/excluded_rate", 0.0)
+            mark = f"  {excluded:.1%} excluded" if excluded else ""
+            self.message(f"{f'{step}/{self._steps}':>{width}}{figures}{self._time_left():>12}{mark}")
         if line := evaluation_line(step, metrics):
             self.message(line)
 
@@ -92,13 +120,17 @@ class Display:
 
     def message(self, text: str) -> None:
         """Show a line of text that stays in view."""
+        self._spoke = self._clock()
         self._stream.write(f"{text}\n")
         self._stream.flush()
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
         """End the display, and print the summary if there is one."""
         if summary:
-            self.message("\n" + summary_block(summary))
+            rest = {name: value for name, value in summary.items() if name != "off_policy"}
+            self.message("\n" + summary_block(rest))
+            if words := summary.get("off_policy"):
+                self.message(f"\n{words}")
 
 
 class LiveDisplay(Display):
@@ -168,7 +200,7 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     if "eval/success" not in metrics:
         return ""
     words = {
-        "eval/success": "success",
+        "eval/success": "greedy success",
         "eval/valid_turn_rate": "valid turns",
         "eval/search_off_success": "search off",
     }
@@ -180,11 +212,14 @@ def _figure(metrics: Mapping[str, float], form: str, names: Sequence[str]) -> st
     return next((form.format(metrics[name]) for name in names if name in metrics), "-")
 
 
+TITLES = {"cold_start_success": "success before training"}  # there need not have been a cold start
+
+
 def summary_block(summary: Mapping[str, object]) -> str:
     """Names and values in two columns, without those that are None; seconds and megabytes have their units."""
     lines = {}
     for name, value in summary.items():
-        title = name.removesuffix("_s").removesuffix("_mb").replace("_", " ")
+        title = TITLES.get(name, name.removesuffix("_s").removesuffix("_mb").replace("_", " "))
         if isinstance(value, (int, float)) and name.endswith("_s"):
             lines[title] = duration(value)
         elif isinstance(value, (int, float)) and name.endswith("_mb"):

@@ -18,6 +18,7 @@ from typing import Any
 from sorl_env.errors import UserError
 from sorl_env.task import Task
 from sorl_env.trajectory import Trajectory, write_jsonl
+from sorl_train.config.find_algorithm import find_algorithm
 from sorl_train.config.settings import TrainConfig
 from sorl_train.run.alarm import ALARM, CollapseAlarm
 from sorl_train.run.cards import write_policy_card
@@ -34,7 +35,7 @@ from sorl_train.run.display import Advance, Display, Diverged
 from sorl_train.run.files import read_jsonl, read_own_json
 from sorl_train.run.folder import NON_FINITE, RunDir
 from sorl_train.run.metrics_log import MetricsLog
-from sorl_train.run.stability import IN_VAIN, Summary, in_vain, step_events
+from sorl_train.run.stability import IN_VAIN, Summary, in_vain, off_policy_words, step_events
 
 ENDED = "ended"  # the kind of the event of a run that ends before its last step
 MAX_LOST_STEPS = 3  # steps in a row without one usable trajectory before the run stops
@@ -117,6 +118,10 @@ class Recorder:
         config = self.config
         method = {"algo": config.algo} if config.stage == "rl" else {"stage": config.stage}
         summary = {**method, "task": self.task.name, "seed": config.seed, **facts, **self._summary.figures()}
+        row = find_algorithm(config.algo)
+        lines = read_jsonl(self.run_dir.metrics) if self.run_dir.metrics.is_file() else []
+        clips = row.surrogate_name in ("clipped", "cispo")
+        summary["off_policy"] = off_policy_words(lines, normalizes=row.normalize, clips=clips) or None
         prune_checkpoints(self.run_dir.checkpoints, config.checkpoint.keep)  # unless a kill has come between
         self.run_dir.write_summary(summary)
         return summary

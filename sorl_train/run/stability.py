@@ -189,6 +189,58 @@ def infinite_if_none(value: float | None) -> float:
     return math.inf if value is None else value
 
 
+def off_policy_words(lines: Sequence[Mapping[str, Any]], *, normalizes: bool, clips: bool) -> str:
+    """What clipping, normalization and the trust region did in a run, in one sentence; empty without optimizer steps.
+
+    ``lines`` are those of ``metrics.jsonl``. Figures are means over optimizer steps; ``normalizes`` and ``clips`` say
+    whether the algorithm does so at all.
+    """
+    lines = [line for line in lines if line.get("loss/policy_updates")]
+    steps = [line["loss/policy_updates"] for line in lines]
+    total = sum(steps)
+    if not total:
+        return ""
+
+    def per_step(name: str) -> float:
+        return math.fsum(n * (line.get(name) or 0.0) for n, line in zip(steps, lines, strict=True)) / total
+
+    acted, idle = [], []
+    if clips and (clipped := per_step("loss/clip_frac")):
+        acted.append(f"{_percent(clipped)} of tokens were clipped")
+    elif clips:
+        idle.append("no token was clipped")
+    if normalizes and (share := per_step("loss/normalized_frac")):
+        # a step that is not shortened has the factor 1, so all that the mean lacks to 1 comes from the others
+        factor = 1.0 - (1.0 - per_step("loss/normalizer")) / share
+        acted.append(f"normalization shortened {_percent(share)} of the steps (mean factor {factor:.2f})")
+    elif normalizes:
+        idle.append("normalization shortened no step")
+    known = [line for line in lines if line.get("loss/trust_scale") is not None]
+    if known:
+        moves, scale = sum(line["loss/trust_moves_back"] for line in known), known[-1]["loss/trust_scale"]
+        ended = f"ended at {scale:.2g} of the learning rate"
+        if moves:
+            acted.append(f"the trust region moved weights back {_times(moves)} and {ended}")
+        elif scale == 1.0:
+            idle.append("the trust region moved no weights back")
+        else:
+            acted.append(f"the trust region moved no weights back and {ended}")
+    if not acted and not idle:
+        return ""
+    over = f"Over {total:,.0f} optimizer steps"
+    if acted:
+        return f"{over}, {'; '.join(acted + idle)}."
+    return f"{over}, {'; '.join(idle)}: the updates stayed close to on-policy."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
+
+
+def _times(number: float) -> str:
+    return "once" if number == 1 else f"{number:g} times"
+
+
 IN_VAIN = "in_vain"
 
 
@@ -196,13 +248,13 @@ def step_events(metrics: Mapping[str, float], rounds: int) -> Iterator[tuple[str
     """What happened in a step: the kind of an event, its reason, and whether it is told on the terminal, too.
     ``rounds`` are the further ones that dynamic sampling may draw."""
     if moves := metrics.get("loss/trust_moves_back"):
-        times = "once" if moves == 1 else f"{moves:g} times"
+        times = _times(moves)
         most, kl, scale = (metrics[f"loss/trust_{name}"] for name in ("kl_max", "kl", "scale"))
         yield (
             "moved_back",
             f"the KL reached {most:.2g}: weights were moved back {times}, and the step ends at {kl:.2g}; learning "
             f"rates are times {scale:.2g} from here",
-            False,
+            True,
         )
     if missing := metrics.get("rollout/dynamic_missing"):
         reason = (

@@ -209,7 +209,7 @@ def _runs(folder: Path) -> None:
     from sorl_train.config.files import load_config
     from sorl_train.run.folder import RunDir
 
-    run = RunDir.create(folder / "run", load_config("quickstart"))
+    run = RunDir.create(folder / "run", load_config("minihop"))
     rows = [{"step": s, "eval/success": 0.5, "loss/grad_norm": 1.0, "loss/approx_kl": 0.1} for s in range(3)]
     run.metrics.write_text(lines(rows))
     shutil.copytree(model, run.checkpoints / "step_000002" / "policy")

@@ -81,10 +81,10 @@ def weights_of(model: Any) -> torch.Tensor:
 
 
 def short_config(**overrides: Any) -> TrainConfig:
-    """The quickstart shrunk to seconds; ``a__b=1`` overrides ``a.b``."""
+    """MiniHop with a tiny policy, shrunk to seconds; ``a__b=1`` overrides ``a.b``."""
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     shared = {name: value for name, value in SHORT.items() if name not in dotted}  # replaced, not merged
-    return load_config("quickstart", dotted, shared=shared)
+    return load_config("minihop", dotted, shared=shared)
 
 
 def train_short(path: Path, resume: bool = False, **overrides: Any) -> tuple[RunDir, dict[str, Any]]:

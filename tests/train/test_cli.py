@@ -99,7 +99,7 @@ EVERY = tuple(field.help for field in fields()) + tuple(sections().values())
     [
         (
             "",
-            ("--optim.lr FLOAT Learning rate of the actor [0.0002]", "need rollout.group_size"),
+            ("--optim.lr FLOAT Learning rate of the actor [0.0005]", "need rollout.group_size"),
             ("--optim.beta1",),
         ),
         (
@@ -108,7 +108,7 @@ EVERY = tuple(field.help for field in fields()) + tuple(sections().values())
             ("--optim.lr",),
         ),
         ("general", ("--split TEXT Split of the training data. [train]",), ("--loss.",)),
-        ("all", ("Learning rate of the actor. Paper: 1e-6. [0.0002]", *EVERY), ()),
+        ("all", ("Learning rate of the actor. Paper: 1e-6. [0.0005]", *EVERY), ()),
         ("loss --algo cispo", ("if it differs from clip_eps. [4.0]", "Temperature of sapo's gate"), ()),
     ],
 )
@@ -170,7 +170,7 @@ def test_resume_brings_its_own_settings(trainer: list[Any], capsys: pytest.Captu
     assert main(["--resume", "--run_dir", "r", "--update.steps", "77"]) == 0
     config, _, resume = trainer[1]
     assert resume and (config.optim.lr, config.algo, config.update.steps) == (0.25, "so_grpo", 77)
-    assert "update.steps: 80 -> 77" in capsys.readouterr().out
+    assert "update.steps: 16 -> 77" in capsys.readouterr().out
     assert main(["--resume", "--run_dir", "r", "--seed", "1", "--update.steps", "78"]) == 2
     assert "seed: 0 in the run, 1 now" in capsys.readouterr().err
     # another config than the run's
@@ -223,7 +223,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     assert main(["--dry_run", *options.split()]) == 0
     out = capsys.readouterr().out
     for part in (
-        "* optim.lr: 0.0002  (default 1e-06)",
+        "* optim.lr: 0.0005  (default 1e-06)",
         "  loss.gamma: 1.0",
         "train: embedded, split train",
         "first prompt",
@@ -231,7 +231,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
         "parameters",
         "reference: a frozen copy",
         "peak",
-        "a step collects 128 trajectories: 16 prompts, 8 rollouts of each",
+        "a step collects 32 trajectories: 4 prompts, 8 rollouts of each",
         "run folder: runs/quickstart-so_grpo-s0",
     ):
         assert part in out

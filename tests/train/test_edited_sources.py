@@ -86,7 +86,7 @@ def test_a_resume_does_not_depend_on_what_was_imported_by_now(task: Path, tmp_pa
 def test_a_text_among_the_arguments_is_no_path(tmp_path: Path) -> None:
     (tmp_path / "large.index").write_bytes(b"0")
     arguments = {"hint": "x" * 300 + ".txt", "index": str(tmp_path / "large.index")}
-    config = dataclasses.replace(load_config("quickstart"), task_args=arguments)
+    config = dataclasses.replace(load_config("minihop"), task_args=arguments)
     assert source_facts(config, load_task("minihop", **WORLD)) == {}
 
 
@@ -123,8 +123,8 @@ def test_demonstrations_and_the_scripts_of_servers(tmp_path: Path) -> None:
     after = source_facts(config, minihop)
     assert [name for name in before if before[name] != after[name]] == ["demos.jsonl"]
     assert start_folder(only_demos) != key
-    assert source_facts(load_config("quickstart"), minihop) == {}
+    assert source_facts(load_config("minihop"), minihop) == {}
     wrapper = dataclasses.replace(
-        load_config("quickstart"), task_args={"wrapper": f"{script}:Wrapper", "hops": [1]}
+        load_config("minihop"), task_args={"wrapper": f"{script}:Wrapper", "hops": [1]}
     )
     assert list(source_facts(wrapper, minihop)) == ["server.py"]

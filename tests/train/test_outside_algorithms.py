@@ -92,7 +92,7 @@ def test_an_entry_point_is_listed_trained_and_suggested(
     assert re.search(r"Installed:\s+masked", capsys.readouterr().out)
     assert "masked_of_mine" not in sys.modules  # listing imports nothing
     with pytest.raises(UserError, match=r"unknown algorithm 'maskd'\. Did you mean 'masked'"):
-        load_config("quickstart", {"algo": "maskd"})
+        load_config("minihop", {"algo": "maskd"})
     train_short(tmp_path / "run", algo="masked", update__steps=1)
     assert len(calls("masked")) == 2
     del sys.modules["masked_of_mine"]
@@ -102,7 +102,7 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"unknown algorithm 'so_pppo'\. Did you mean 'so_ppo'.*path of a \.py"
     ):
-        load_config("quickstart", {"algo": "so_pppo"})
+        load_config("minihop", {"algo": "so_pppo"})
     with pytest.raises(UserError, match=r"absent\.py: no such file"):
         find_algorithm(str(tmp_path / "absent.py"))
     with pytest.raises(UserError, match="algorithm 'no_such_package': no module 'no_such_package'"):
@@ -121,7 +121,7 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
     mine = f"{tmp_path / 'other.py'}:MINE"
     assert find_algorithm(mine).ratio == "turn" and short_name(mine) == "MINE"
     with pytest.raises(UserError, match=r"group_size must be at least 2, it is 1"):
-        load_config("quickstart", {"algo": mine, "rollout.group_size": 1})
+        load_config("minihop", {"algo": mine, "rollout.group_size": 1})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_surrogate_is_tried_before_the_first_rollout(tmp_path: Path, body: str
         f"def wrong(ratio, advantage, clip):\n    {body}\n"
         "ALGORITHM = Algorithm('token', 'gae', surrogate=wrong)\n"
     )
-    config = load_config("quickstart", {"algo": str(file)})
+    config = load_config("minihop", {"algo": str(file)})
     with pytest.raises(UserError, match=f"its surrogate wrong {says}"):
         loss_settings(config)
 

@@ -134,9 +134,9 @@ def test_settings_that_do_not_go_with_it_are_named() -> None:
     ):
         value = False if setting == "chat_template" else "demos.jsonl"
         with pytest.raises(UserError, match=said):
-            load_config("quickstart", {"format": "tool_calls", setting: value})
+            load_config("minihop", {"format": "tool_calls", setting: value})
     with pytest.raises(UserError, match="format"):
-        load_config("quickstart", {"format": "calls"})
+        load_config("minihop", {"format": "calls"})
     assert start_folder(short_config()) != start_folder(short_config(format="tool_calls"))
 
 

@@ -128,7 +128,7 @@ def update(config: TrainConfig) -> tuple[Tensor, dict[str, float]]:
 
 
 def made_config(algo: str, **changes: Any) -> TrainConfig:
-    return load_config("quickstart", {"algo": algo}, shared=SHOWN | changes)
+    return load_config("minihop", {"algo": algo}, shared=SHOWN | changes)
 
 
 def others(values: dict[str, Any]) -> dict[str, Any]:
@@ -221,16 +221,16 @@ def test_what_is_not_known_of_a_surrogate_from_outside_is_accepted() -> None:
 )
 def test_what_is_given_for_a_run_has_an_effect_on_it(given: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        load_config("quickstart", given)
-    load_config("quickstart", {"algo": given.get("algo", "so_ppo")}, shared=given)  # as if from a file
-    load_config("quickstart", {**given, "stage": "sft"})
+        load_config("minihop", given)
+    load_config("minihop", {"algo": given.get("algo", "so_ppo")}, shared=given)  # as if from a file
+    load_config("minihop", {**given, "stage": "sft"})
 
 
 def test_a_value_that_switches_nothing_on_may_be_given_in_vain() -> None:
     given = {"critic": None, "loss.value_clip": None, "cluster.flags": {}}
-    assert load_config("quickstart", {"algo": "so_grpo", **given}).cluster.flags == {}
+    assert load_config("minihop", {"algo": "so_grpo", **given}).cluster.flags == {}
     with pytest.raises(UserError, match=r"cluster\.flags .* has no effect"):
-        load_config("quickstart", {"cluster.flags": {"train.seed": 1}})
+        load_config("minihop", {"cluster.flags": {"train.seed": 1}})
 
 
 @pytest.mark.parametrize("name", sorted(packaged_configs()))
@@ -249,12 +249,12 @@ def test_every_packaged_config_comes_back_with_every_kind_of_algorithm(name: str
 
 def test_what_a_shared_config_holds_in_vain_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     line = "no effect on so_grpo: optim.critic_lr and optim.critic_warmup_ratio (for want of a critic)"
-    assert remarks(load_config("quickstart", {"algo": "so_grpo"})) == [line]
-    assert remarks(load_config("quickstart")) == []
+    assert remarks(load_config("minihop", {"algo": "so_grpo"})) == [line]
+    assert remarks(load_config("minihop")) == []
     assert main(["--algo", "so_grpo", "--dry_run"]) == 0
     assert line in capsys.readouterr().out
     shared = {"cluster.nodes": 2, "loss.kl_in": "reward", "loss.kl_coef": 0.1}
-    assert remarks(load_config("quickstart", shared=shared)) == [
+    assert remarks(load_config("minihop", shared=shared)) == [
         "no effect on so_ppo: cluster.nodes (for want of engine=openrlhf)",
         "loss.kl_type k2 in the reward is another penalty than the KL: use k1 with loss.kl_in=reward",
     ]

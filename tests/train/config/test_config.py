@@ -93,7 +93,7 @@ def test_another_task_drops_what_belongs_to_the_old_one(tmp_path: Path) -> None:
 
 def test_an_algorithms_own_settings_are_the_lowest_layer(tmp_path: Path) -> None:
     """Above the defaults of the settings, below every file and the command line, null included."""
-    loss = load_config("quickstart", {"algo": "cispo"}).loss
+    loss = load_config("minihop", {"algo": "cispo"}).loss
     assert (loss.clip_eps, loss.clip_eps_high, loss.aggregation) == (0.2, 4.0, "token_mean")
     base = write(tmp_path / "base.yaml", "loss: {clip_eps_high: 2.0}\n")
     top = write(tmp_path / "top.yaml", "base: base.yaml\nalgo: cispo\nrollout: {group_size: 4}\n")
@@ -108,8 +108,8 @@ def test_an_algorithms_own_settings_are_the_lowest_layer(tmp_path: Path) -> None
 
 def test_what_an_algorithm_brings_and_a_saved_config_has_otherwise_is_named(tmp_path: Path) -> None:
     vain = "no effect on cispo: optim.critic_lr and optim.critic_warmup_ratio (for want of a critic)"
-    assert remarks(load_config("quickstart", {"algo": "cispo"})) == [vain]
-    saved = write(tmp_path / "config.yaml", to_yaml(load_config("quickstart", {"algo": "grpo"})))
+    assert remarks(load_config("minihop", {"algo": "cispo"})) == [vain]
+    saved = write(tmp_path / "config.yaml", to_yaml(load_config("minihop", {"algo": "grpo"})))
     assert remarks(load_config(saved, {"algo": "cispo"})) == [
         "loss.clip_eps_high is none; cispo comes with 4.0",
         "loss.aggregation is trajectory_mean; cispo comes with token_mean",
@@ -122,9 +122,9 @@ def test_what_an_algorithm_brings_and_a_saved_config_has_otherwise_is_named(tmp_
 def test_the_papers_algorithms_bring_no_settings(algo: str) -> None:
     """What gspo's own paper publishes is documented and not applied, so recorded runs stay comparable."""
     assert not ALGORITHMS[algo].defaults
-    chosen = load_config("quickstart", {"algo": algo})
+    chosen = load_config("minihop", {"algo": algo})
     group = {"rollout.group_size": 8} if ALGORITHMS[algo].advantage == "group" else {}
-    other = load_config("quickstart", {"algo": "ppo", **group})
+    other = load_config("minihop", {"algo": "ppo", **group})
     assert dataclasses.replace(chosen, algo="ppo") == other
     if algo == "gspo":
         assert ALGORITHMS[algo].published == {"loss.clip_eps": 3e-4, "loss.clip_eps_high": 4e-4}
@@ -135,8 +135,8 @@ def test_what_an_algorithm_brings_and_publishes_are_settings(algo: str) -> None:
     known = {field.name for field in fields()}
     row = ALGORITHMS[algo]
     assert {*row.defaults, *row.published} <= known
-    load_config("quickstart", {"algo": algo, **row.published})
-    flat = flatten(load_config("quickstart", {"algo": algo}))
+    load_config("minihop", {"algo": algo, **row.published})
+    flat = flatten(load_config("minihop", {"algo": algo}))
     assert not {*row.defaults, *row.published} & set(unread(row, flat))
     assert {name: flat[name] for name in row.defaults} == dict(row.defaults)
 
@@ -148,7 +148,7 @@ def test_a_wrong_setting_of_an_algorithm_from_outside_is_named(tmp_path: Path) -
         "ALGORITHM = Algorithm('turn', 'gae', surrogate='cispo', defaults={'loss.clip_epss': 0.1})\n",
     )
     with pytest.raises(UserError, match=r"mine\.py, its defaults: unknown key 'loss\.clip_epss'.*clip_eps"):
-        load_config("quickstart", {"algo": str(file)})
+        load_config("minihop", {"algo": str(file)})
 
 
 def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_an_empty_file_and_an_empty_section_change_nothing(tmp_path: Path) -> No
 
 def test_loading_leaves_its_input_alone() -> None:
     overrides = {"task_args": {"hops": [1]}, "task_args.top_k": 2}
-    assert load_config("quickstart", overrides).task_args == {"hasty": 0.75, "hops": [1], "top_k": 2}
+    assert load_config("minihop", overrides).task_args == {"hasty": 0.75, "hops": [1], "top_k": 2}
     assert overrides == {"task_args": {"hops": [1]}, "task_args.top_k": 2}
 
 
@@ -246,7 +246,7 @@ def test_names_of_other_trainers_lead_to_settings_that_exist() -> None:
 )
 def test_settings_that_do_not_fit_together(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_config("quickstart", overrides)
+        load_config("minihop", overrides)
 
 
 def test_all_problems_are_listed_at_once() -> None:

@@ -48,7 +48,7 @@ def make_run(path: Path, cache: Path, **overrides: Any) -> Path:
         patch.setenv("SORL_CACHE", str(cache))
         # replaced, not merged
         shared = {name: value for name, value in SETTINGS.items() if name not in dotted}
-        config = load_config("quickstart", dotted, shared=shared)
+        config = load_config("minihop", dotted, shared=shared)
         run_dir = RunDir.create(path, config)
         run(config, run_dir, Display(nowhere), False)
     return run_dir.path

@@ -32,7 +32,7 @@ def made() -> list[Trajectory]:
 def settings(algo: str, **overrides: Any) -> TrainConfig:
     group = 2 if ALGORITHMS[algo].needs_groups else 1
     dotted = {f"loss.{name}": value for name, value in overrides.items()}
-    return load_config("quickstart", {"algo": algo, "rollout.group_size": group, **dotted})
+    return load_config("minihop", {"algo": algo, "rollout.group_size": group, **dotted})
 
 
 def scored(trajectories: list[Trajectory], algo: str, **overrides: Any) -> Batch:

@@ -189,7 +189,7 @@ def test_only_turns_that_these_weights_sampled_are_compared(trajectories: list[T
     ],
 )
 def test_limits_by_sampler_and_precision(overrides: dict[str, Any], dtype: torch.dtype, limit: float) -> None:
-    sampler = load_config("quickstart", overrides).sampler
+    sampler = load_config("minihop", overrides).sampler
     assert mismatch_limit(sampler, dtype, served=sampler.backend == "vllm") == pytest.approx(limit)
 
 

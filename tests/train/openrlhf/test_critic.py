@@ -60,7 +60,7 @@ def batch(trajectories: list[Trajectory]) -> Batch:
 
 
 def settings(batch: Batch, ranks: int = 1, accumulation: int = 1, **overrides: Any) -> TrainConfig:
-    config = load_config("quickstart", {"algo": "so_ppo", "hardware.device": "cpu", **overrides})
+    config = load_config("minihop", {"algo": "so_ppo", "hardware.device": "cpu", **overrides})
     micro = len(batch) // ranks // accumulation
     return dataclasses.replace(
         config, update=dataclasses.replace(config.update, critic_micro_batch_size=micro)

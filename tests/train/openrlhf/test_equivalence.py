@@ -51,7 +51,7 @@ def batch(tiny_folder: str, trajectories: list[Trajectory]) -> Batch:
 
 def settings(**overrides: Any) -> TrainConfig:
     base = {"loss.clip_bias_delta": 1e-3, "loss.kl_coef": 0.05, "optim.max_grad_norm": None}
-    return load_config("quickstart", overrides, shared=base)
+    return load_config("minihop", overrides, shared=base)
 
 
 def of_algorithm(algo: str) -> TrainConfig:

@@ -42,7 +42,7 @@ ASYNC = {"cluster__async_rollout": True, "cluster__vllm_engines": 1, "rollout__m
 
 def settings(**overrides: Any) -> TrainConfig:
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    return load_config("quickstart", CLUSTER | dotted)
+    return load_config("minihop", CLUSTER | dotted)
 
 
 def flags(config: TrainConfig, resume: Path | None = None) -> dict[str, Any]:

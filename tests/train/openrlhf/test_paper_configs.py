@@ -52,7 +52,7 @@ def learn(env: ToolUseEnv, folder: Path) -> None:
     settings = {"sft.steps": 60, "sft.batch_size": 8, "sft.micro_batch_size": 8, "sft.lr": 1e-2}
     tokenizer, model = load_tokenizer(str(folder)), load_policy(str(folder))
     demos = expert_demos(env, tokenizer, 64, use_chat_template=False)
-    sft = load_config("quickstart", settings).sft
+    sft = load_config("minihop", settings).sft
     fine_tune(model, demos, sft, tokenizer.pad_token_id, lambda step, metrics: None, seed=0, dtype="auto")
     model.save_pretrained(folder)
 

@@ -207,7 +207,7 @@ def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: flo
 
     step = TrainStep()
     step.config = load_config(
-        "quickstart", {"eval.temperature": temperature, "sampler.top_p": 0.9}, shared=SHORT
+        "minihop", {"eval.temperature": temperature, "sampler.top_p": 0.9}, shared=SHORT
     )
     step.eval_env, step.evaluator = make_env(step.config, evaluation=True), Evaluator()
     run_dir = RunDir.create(tmp_path / "run", step.config)
@@ -246,7 +246,7 @@ def test_a_user_may_set_flags_that_openrlhf_has() -> None:
 @pytest.mark.parametrize("algo", ["so_ppo", "so_grpo"])
 def test_openrlhf_parses_what_is_set(algo: str, tmp_path: Path) -> None:
     group = {"rollout.group_size": 4} if algo == "so_grpo" else {}
-    config = load_config("quickstart", group | {"algo": algo, "optim.max_grad_norm": None}, shared=SHORT)
+    config = load_config("minihop", group | {"algo": algo, "optim.max_grad_norm": None}, shared=SHORT)
     flags = openrlhf_flags(config, RunDir(tmp_path), "model", load_task("minihop").limits, resume=None)
     parsed = vars(parser_of_openrlhf().parse_args(as_arguments(flags)))
     for name, value in flags.items():

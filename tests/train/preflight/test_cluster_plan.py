@@ -105,7 +105,7 @@ def test_the_quickstart_can_be_planned_on_a_cpu(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("SORL_CACHE", str(tmp_path))
     one = dict.fromkeys(("gpus_per_node", "vllm_engines", "vllm_tensor_parallel"), 1)
     cluster = {f"cluster.{name}": number for name, number in one.items()}
-    config = load_config("quickstart", {"engine": "openrlhf", "hardware.device": "cpu"} | cluster)
+    config = load_config("minihop", {"engine": "openrlhf", "hardware.device": "cpu"} | cluster)
     text = plan_text(config)
     assert "tiny, built for the task, cold-started with" in text
     assert f"--actor.model_name_or_path {tmp_path}/policies/minihop-" in text

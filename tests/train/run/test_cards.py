@@ -32,7 +32,7 @@ EVALUATIONS = {0: 0.25, 10: 0.5, 20: 0.75}
 def made_run(path: Path, **overrides: Any) -> tuple[RunDir, TrainConfig]:
     """The folder of a run of 20 steps that was evaluated on 4 questions three times; nothing was trained."""
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    config = load_config("quickstart", {"update.steps": 20, "log.tensorboard": False} | dotted)
+    config = load_config("minihop", {"update.steps": 20, "log.tensorboard": False} | dotted)
     run = RunDir.create(path, config)
     env = make_env(config, evaluation=True)
     run.record("data", {"train": env_facts(make_env(config)), "eval": env_facts(env)})
@@ -108,7 +108,7 @@ def test_a_resumed_run_writes_the_same_card_or_says_what_changed(tmp_path: Path)
     run, _ = RunDir.resume(run.path, config)
     run.begin_resume()
     assert card_of(run, config, 20) == before
-    later = load_config("quickstart", {"update.steps": 20, "log.tensorboard": False, "eval.every": 5})
+    later = load_config("minihop", {"update.steps": 20, "log.tensorboard": False, "eval.every": 5})
     run, _ = RunDir.resume(run.path, later)
     run.begin_resume()
     assert f"| changed on the way | eval.every: {config.eval.every} -> 5 |" in card_of(run, later, 20)
@@ -120,7 +120,7 @@ def test_what_only_the_author_has_is_named_in_the_commands() -> None:
     text = shlex.join(usage_options(config))
     assert "--search.url RETRIEVAL_SERVER --search.top_k 5 --chat_template false" in text
     assert "--limits.max_turns 4" in text and "10.0.0.1" not in text
-    assert usage_options(load_config("quickstart", {"task_args": {"hops": [1, 2]}}))[-2:] == [
+    assert usage_options(load_config("minihop", {"task_args": {"hops": [1, 2]}}))[-2:] == [
         "--task_args.hops",
         "[1, 2]",
     ]

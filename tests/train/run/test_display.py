@@ -7,13 +7,14 @@ import io
 import pytest
 from rich.console import Console
 
-from sorl_train.run.display import Display, LiveDisplay, make_display, summary_block
+from sorl_train.run.display import LEGEND, Display, LiveDisplay, make_display, summary_block
 
 STEP = {
     "rollout/success": 0.75,
     "rollout/valid_turn_rate": 0.9875,
     "loss/clip_frac": 0.01234,
     "loss/clip_bias_norm": 1.5,
+    "loss/normalizer": 0.62,
     "loss/grad_norm": 12345.6,
     "loss/approx_kl": 0.00123,
     "time/tokens_per_s": 1834.4,
@@ -39,16 +40,21 @@ def test_plain_lines_are_aligned_and_count_down() -> None:
         with display.stage("rollout", 4) as advance:
             advance(4)
         display.step(step, STEP | ({"eval/success": 0.8} if step == 2 else {}))
-    display.close({"final_success": 0.8})
+    words = "Over 24 optimizer steps, 3% of tokens were clipped."
+    display.close({"cold_start_success": 0.69, "final_success": 0.8, "off_policy": words})
     assert stream.getvalue().splitlines() == [
         "so_ppo on minihop",
-        "evaluation before training: success 0.690, valid turns 0.980",
-        "   step  success    valid     clip     bias     grad       KL    tok/s         ETA",
-        "   1/10    0.750    0.988   0.0123      1.5 1.23e+04   0.0012     1834        27 s",
-        "   2/10    0.750    0.988   0.0123      1.5 1.23e+04   0.0012     1834        24 s",
-        "evaluation after step 2: success 0.800",
+        "evaluation before training: greedy success 0.690, valid turns 0.980",
+        LEGEND,
+        "   step  sampled    valid     clip     bias   factor     grad   KL old    tok/s         ETA",
+        "   1/10    0.750    0.988   0.0123      1.5    0.620 1.23e+04   0.0012     1834        27 s",
+        "   2/10    0.750    0.988   0.0123      1.5    0.620 1.23e+04   0.0012     1834        24 s",
+        "evaluation after step 2: greedy success 0.800",
         "",
-        "final success  0.8",
+        "success before training  0.69",
+        "final success            0.8",
+        "",
+        "Over 24 optimizer steps, 3% of tokens were clipped.",
     ]
 
 
@@ -56,12 +62,24 @@ def test_what_a_step_has_not_is_a_dash_and_lost_trajectories_are_said() -> None:
     stream = io.StringIO()
     display = Display(stream, Clock())
     display.start("t", steps=3)
-    display.step(1, {"rollout/success": 0.0, "loss/ref_kl": 0.5, "loss/approx_kl": 0.1})
+    figures = {"rollout/success": 0.0, "loss/ref_kl": 0.5, "loss/approx_kl": 0.1, "loss/trust_scale": 0.4}
+    display.step(1, figures)
     display.step(2, {"rollout/excluded_rate": 1.0, "eval/excluded_rate": 1.0})
-    before, row, evaluation = stream.getvalue().splitlines()[-3:]
-    assert before.split() == ["1/3", "0.000", *["-"] * 4, "0.5", "-", "0", "ms"]
-    assert row.split() == ["2/3", *["-"] * 7, "0", "ms"]
+    header, before, row, evaluation = stream.getvalue().splitlines()[-4:]
+    assert header.split()[5:] == ["factor", "scale", "grad", "KL", "old", "KL", "ref", "tok/s", "ETA"]
+    assert before.split() == ["1/3", "0.000", *["-"] * 4, "0.4", "-", "0.1", "0.5", "-", "0", "ms"]
+    assert row.split() == ["2/3", *["-"] * 10, "0", "ms", "100.0%", "excluded"]
     assert evaluation == "evaluation after step 2: no result: all trajectories were excluded (tool outages)"
+
+
+def test_a_long_stage_without_a_terminal_tells_how_far_it_is() -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = Display(stream, clock)
+    with display.stage("rollout", 30) as advance:
+        for _ in range(3):
+            clock.now += 6.0
+            advance(10)
+    assert stream.getvalue() == "rollout: 20 of 30\n"  # after 12 seconds; at 18 s the last line is 6 s old
 
 
 def test_supervised_steps_have_columns_of_their_own() -> None:

@@ -25,7 +25,7 @@ from sorl_train.run.checkpoint import (
 from sorl_train.run.files import read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.recorder import MAX_LOST_STEPS, Recorder
-from sorl_train.run.stability import Summary, in_vain, step_events
+from sorl_train.run.stability import Summary, in_vain, off_policy_words, step_events
 
 from ...trajectories import make_trajectory
 from ..conftest import QuietDisplay, train_short
@@ -35,7 +35,7 @@ from .test_alarm import CALM, far
 
 def recorder(folder: Path, hash_up_to: int | None = None, **settings: Any) -> Recorder:
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
-    config = load_config("quickstart", {"log.tensorboard": False, "update.steps": 9} | dotted)
+    config = load_config("minihop", {"log.tensorboard": False, "update.steps": 9} | dotted)
     return Recorder(config, RunDir.create(folder, config), load_task("minihop"), QuietDisplay(), hash_up_to)
 
 
@@ -276,3 +276,60 @@ def test_a_policy_that_never_succeeds_is_told_so_at_doubling_intervals(
     events = read_jsonl(run_dir.events)
     assert [(event["kind"], event["step"]) for event in events] == [("in_vain", step) for step in (1, 2, 4)]
     assert all("no step had a gradient" in event["reason"] for event in events)
+
+
+def line(updates: float = 12.0, **figures: float | None) -> dict[str, float | None]:
+    given = {"clip_frac": 0.0, "normalized_frac": 0.0, "normalizer": 1.0} | figures
+    return {"loss/policy_updates": updates} | {f"loss/{name}": value for name, value in given.items()}
+
+
+TRUST = {"trust_moves_back": 0.0, "trust_scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "normalizes", "clips", "words"),
+    [
+        ([], True, True, ""),
+        ([{"eval/success": 0.5}], True, True, ""),
+        ([line()], False, False, ""),
+        (
+            [line(clip_frac=0.04), line(4.0, clip_frac=0.16)],
+            False,
+            True,
+            "Over 16 optimizer steps, 7% of tokens were clipped.",  # (12 * .04 + 4 * .16) / 16
+        ),
+        (
+            # a quarter and three quarters of the steps, at the factors .2 and .6: (.25 * .2 + .75 * .6) / 1 = .5
+            [line(normalized_frac=0.25, normalizer=0.8), line(normalized_frac=0.75, normalizer=0.7)],
+            True,
+            True,
+            "Over 24 optimizer steps, normalization shortened 50% of the steps (mean factor 0.50); "
+            "no token was clipped.",
+        ),
+        (
+            [line(**TRUST | {"trust_moves_back": 4.0}), line(trust_moves_back=1.0, trust_scale=0.4)],
+            False,
+            False,
+            "Over 24 optimizer steps, the trust region moved weights back 5 times and ended at 0.4 of the learning "
+            "rate.",
+        ),
+        (
+            [line(clip_frac=0.0012, trust_moves_back=1.0, trust_scale=0.33)],
+            True,
+            True,
+            "Over 12 optimizer steps, 0.12% of tokens were clipped; the trust region moved weights back once and ended "
+            "at 0.33 of the learning rate; normalization shortened no step.",
+        ),
+        (
+            [line(**TRUST)],
+            True,
+            True,
+            "Over 12 optimizer steps, no token was clipped; normalization shortened no step; the trust region moved no "
+            "weights back: the updates stayed close to on-policy.",
+        ),
+    ],
+)
+def test_what_happened_off_policy_in_words(
+    lines: list[dict[str, Any]], normalizes: bool, clips: bool, words: str
+) -> None:
+    assert off_policy_words(lines, normalizes=normalizes, clips=clips) == words
