@@ -55,8 +55,8 @@ lint: $(VENV)/.dev ## ruff, the import contracts and mypy
 docs: $(VENV)/.docs ## the documentation site, strictly and without a network, in build/docs/site
 	$(bin)/python docs/site/build.py
 
-docs-serve: docs ## the same, shown on http://127.0.0.1:8000
-	$(bin)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
+docs-serve: docs ## the same, shown on http://127.0.0.1:8304
+	$(bin)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8304
 
 bench: $(VENV)/.bench ## the benchmarks, one after the other
 	$(bin)/python benchmarks/env_throughput.py $(ARGS)
