@@ -20,7 +20,7 @@ smollm2 := models/SmolLM2-135M-Instruct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart collapse check test test-all lint docs docs-serve bench model openrlhf test-openrlhf resolve-openrlhf openenv test-openenv test-verl clean
+.PHONY: help quickstart collapse check test test-all lint docs docs-serve bench model openrlhf test-openrlhf resolve-openrlhf wheel-check openenv test-openenv test-verl clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -80,6 +80,9 @@ resolve-openrlhf: | $(bin)/python ## what docs/scaling_out.md installs on a mach
 	build/resolve/bin/python -m pip --disable-pip-version-check install -qq --upgrade "pip>=26"
 	build/resolve/bin/python -m pip install -qq --dry-run --use-feature=fast-deps ".[openrlhf]"
 	build/resolve/bin/python -m pip install -qq --dry-run --no-deps openrlhf==0.11.2
+
+wheel-check: ## build the release in dist/, check it, try it in an empty environment; uploads and tags nothing (5 minutes)
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" .ci/release
 
 openenv: $(VENV)-openenv/.dev ## an environment that serves tasks over OpenEnv (250 MB, without torch)
 

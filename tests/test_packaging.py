@@ -19,7 +19,7 @@ FOLDERS = {"sorl_env": "sorl_env", "sorl_tasks": "tasks", "sorl_tools": "tools",
 IDS = ("sorl/NQ-v0", "sorl/HotpotQA-v0", "sorl/AlphaMed19K-v0", "sorl/MiniHop-v0")
 COMMANDS = tuple(
     f"sorl-{name}"
-    for name in "ask check-task data doctor eval index lab play report serve train view".split()
+    for name in "ask check-task data doctor eval index lab play push report serve train view".split()
 )
 
 PLAY = """

@@ -334,3 +334,5 @@ class LogConfig:
     """Write TensorBoard events."""
     wandb: Annotated[str | None, RESUMABLE, PLACE] = None
     """Weights & Biases project; needs the wandb package."""
+    trackio: Annotated[str | None, RESUMABLE, PLACE] = None
+    """trackio project, kept on this machine (``trackio show``); needs the trackio package."""

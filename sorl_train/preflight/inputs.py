@@ -34,6 +34,7 @@ def check_settings(config: TrainConfig) -> None:
     for package, wanted, why in (
         ("tensorboard", config.log.tensorboard, "log.tensorboard=true"),
         ("wandb", config.log.wandb is not None, f"log.wandb={config.log.wandb}"),
+        ("trackio", config.log.trackio is not None, f"log.trackio={config.log.trackio}"),
         ("vllm", config.engine == "local" and config.sampler.backend == "vllm", "sampler.backend=vllm"),
     ):
         if wanted:

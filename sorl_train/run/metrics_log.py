@@ -1,4 +1,4 @@
-"""Metrics to ``metrics.jsonl`` and ``timings.jsonl``, TensorBoard and, if configured, Weights & Biases; token records.
+"""Metrics to ``metrics.jsonl`` and ``timings.jsonl``, TensorBoard and, if configured, W&B or trackio; token records.
 
 ``metrics.jsonl`` is reproducible bit for bit: one line a step, keys sorted, floats in their shortest exact form.
 Everything that depends on the clock is named ``time/...`` and goes to ``timings.jsonl``. A step has to be logged before
@@ -37,17 +37,26 @@ from sorl_train.run.folder import RunDir
 class MetricsLog:
     """Appends one line a step. Close it at the end."""
 
-    def __init__(self, run_dir: RunDir, *, tensorboard: bool = True, wandb: str | None = None) -> None:
-        """``wandb`` names a Weights & Biases project. Raises ``UserError`` if a package for a log is not installed."""
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        tensorboard: bool = True,
+        wandb: str | None = None,
+        trackio: str | None = None,
+    ) -> None:
+        """``wandb`` names a Weights & Biases project, ``trackio`` one of trackio. Raises ``UserError`` if a package for
+        a log is not installed."""
         self._run_dir = run_dir
         self._writer: Any = None
-        self._wandb: Any = None  # both start with the first line
+        self._trackers: list[Any] = []  # all start with the first line
         self._use_tensorboard = tensorboard
-        self._wandb_project = wandb
+        named = (("wandb", wandb), ("trackio", trackio))
+        self._projects = {package: project for package, project in named if project is not None}
         if tensorboard:
             require_package("tensorboard", "log.tensorboard=true")
-        if wandb is not None:
-            require_package("wandb", f"log.wandb={wandb}")
+        for package, project in self._projects.items():
+            require_package(package, f"log.{package}={project}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of one step. A value that is not finite becomes null, as JSON has no NaN."""
@@ -66,25 +75,33 @@ class MetricsLog:
             for name, value in finite.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
-        if self._wandb_project is not None:
-            self._wandb = self._wandb or _start_wandb(self._wandb_project, self._run_dir)
-            self._wandb.log(finite, step=step)
+        if not self._trackers:
+            self._trackers = [_start_tracker(*item, self._run_dir) for item in self._projects.items()]
+        for tracker in self._trackers:
+            tracker.log(finite, step=step)
 
     def close(self) -> None:
         """Finish the logs of TensorBoard and W&B."""
         if self._writer is not None:
             self._writer.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.finish()
 
 
-def _start_wandb(project: str, run_dir: RunDir) -> Any:
-    """The W&B run of a run folder. A resumed run continues it; a new run in a folder of that name starts another."""
-    import wandb
-
+def _start_tracker(package: str, project: str, run_dir: RunDir) -> Any:
+    """The run of a run folder in W&B or trackio. A resumed run continues it; a new run in a folder of that name starts
+    another."""
     started = re.sub(r"\D", "", run_dir.read_manifest()["started"])
     settings = dataclasses.asdict(read_resolved(run_dir.config, check=False))
     name = run_dir.path.name
+    if package == "trackio":  # its runs have no id beside the name
+        import trackio
+
+        return trackio.init(
+            project=project, name=f"{name}-{started}", resume="allow", config=settings, embed=False
+        )
+    import wandb
+
     return wandb.init(
         project=project,
         name=name,

@@ -69,7 +69,8 @@ class Recorder:
         self._lost_steps = 0  # newest steps in a row without one usable trajectory
         self._in_vain = 0  # steps so far that taught nothing
         self._failure = ""  # why the run ends with an error
-        self._log = MetricsLog(run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
+        log = config.log
+        self._log = MetricsLog(run_dir, tensorboard=log.tensorboard, wandb=log.wandb, trackio=log.trackio)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # of the stages of the step in progress
         self._last_record: float | None = None
 

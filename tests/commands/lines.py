@@ -37,6 +37,7 @@ COMMANDS = {  # as in pyproject.toml
     "sorl-index": "sorl_tools.index.cli",
     "sorl-lab": "sorl_train.lab.cli",
     "sorl-play": "sorl_env.commands.play",
+    "sorl-push": "sorl_train.evaluate.push",
     "sorl-report": "sorl_train.report.report",
     "sorl-serve": "sorl_tools.serve.cli",
     "sorl-serve-agent": "sorl_train.serve_agent.cli",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,13 +34,19 @@ def said_by(command: Command, argv: list[str], capsys: pytest.CaptureFixture[str
     return status == 0, " ".join("".join(capsys.readouterr()).split())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
 @pytest.mark.parametrize("command", [main, dry_run, doctor])
 def test_a_log_without_its_package(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    package: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    passed, said = said_by(command, ["--log.wandb", "mine", "--run_dir", str(tmp_path / "run")], capsys)
-    assert not passed and "log.wandb=mine needs the package 'wandb'" in said and "pip install wandb" in said
+    monkeypatch.setitem(sys.modules, package, None)
+    passed, said = said_by(command, [f"--log.{package}", "mine", "--run_dir", str(tmp_path / "run")], capsys)
+    assert not passed and f"log.{package}=mine needs the package '{package}'" in said
+    assert f"pip install {package}" in said
     assert not (tmp_path / "run").exists()
 
 

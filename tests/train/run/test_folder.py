@@ -9,6 +9,7 @@ import importlib.machinery
 import json
 import math
 import os
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -247,6 +248,27 @@ def test_weights_and_biases_gets_the_finite_metrics_of_one_run(
     first, second = (started.kwargs for started in wandb.init.call_args_list)
     assert first["id"] == second["id"] and first["id"].startswith("run-20")
     assert (first["project"], first["resume"], first["config"]["seed"]) == ("mine", "allow", 0)
+
+
+def test_trackio_keeps_the_finite_metrics_of_one_run(run: RunDir, tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="needs pip install trackio")
+    code = (  # a process of its own: the folder is read at import
+        "import sys; from pathlib import Path; from trackio.sqlite_storage import SQLiteStorage as Storage\n"
+        "from sorl_train.run.folder import RunDir; from sorl_train.run.metrics_log import MetricsLog\n"
+        "for step in (3, 4):\n"
+        "    log = MetricsLog(RunDir(Path(sys.argv[1])), tensorboard=False, trackio='mine')\n"
+        "    log.log(step, {'loss/a': 1.0 + step, 'loss/b': float('nan')}); log.close()\n"
+        "(name,) = Storage.get_runs('mine')\n"
+        "rows = Storage.get_logs('mine', name)\n"
+        "print([name.split('-')[0], *({k: row[k] for k in row if k != 'timestamp'} for row in rows)])"
+    )
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.path)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    stored = "['run', {'loss/a': 4.0, 'step': 3}, {'loss/a': 5.0, 'step': 4}]"
+    assert stored in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
