@@ -164,6 +164,12 @@ def test_pages_fit_their_window(address: str, offline: Browser, width: int, sche
         "reference/sorl_env",
     ):
         offline.open(f"{address}/{page}.html", width=width, scheme=scheme)
+        offline.run("localStorage.clear()")  # the colours of the first page would stay
+        offline.open(f"{address}/{page}.html", width=width, scheme=scheme)
+        assert (
+            offline.run("document.body.dataset.mdColorScheme")
+            == {"light": "default", "dark": "slate"}[scheme]
+        )
         assert offline.run("document.documentElement.scrollWidth") <= width, page
         assert offline.contrast("article p") > 4.5, page
 
