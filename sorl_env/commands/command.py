@@ -61,6 +61,10 @@ class Parser(argparse.ArgumentParser):
             said = f"{self.prog} {version()}"
             self.add_argument("--version", action="version", version=said, help="print the installed version")
 
+    def format_help(self) -> str:
+        """Without the marks of docstrings, which some texts come from."""
+        return super().format_help().replace("``", "")
+
     def error(self, message: str) -> NoReturn:
         """Raise ``UserError`` instead of printing the usage and leaving."""
         said = re.sub(r"^argument (.+?): (must|cannot|expected)", r"\1 \2", message)

@@ -13,6 +13,9 @@ from sorl_env.text import valid_text
 from sorl_env.turns.format import TAGS, TurnFormat
 from sorl_env.turns.tags import ParsedTurn
 
+# A tag, a word, or one mark: the tokens of ``model=tiny``, which decoding joins with blanks.
+WORD_OR_MARK = r"</?\w+>|\w+|[^\w\s]"
+
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], ControlTokens]] = weakref.WeakKeyDictionary()
 
 

@@ -34,7 +34,7 @@ from sorl_tools.progress import Progress
 from sorl_train.evaluate.compare import compare_main
 from sorl_train.evaluate.find_policy import PolicySource
 from sorl_train.evaluate.results import EvalResult, EvalResultsFile, Job
-from sorl_train.evaluate.runner import MODES, Policy, check_modes, check_search, plan_jobs, run_evaluation
+from sorl_train.evaluate.runner import Policy, check_modes, check_search, plan_jobs, run_evaluation
 from sorl_train.evaluate.summary import summarize, table_main, tables
 from sorl_train.rollout.environments import env_facts
 from sorl_train.run.files import FolderLock, atomic_write
@@ -70,9 +70,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("model", nargs="?", help="a model folder, checkpoint, run folder or hub name")
+    add("model", nargs="?", help="a model folder, checkpoint, run folder or hub name (or --model)")
+    add("--model", dest="named_model", help=argparse.SUPPRESS)  # as in the commands whose text is a question
     add("--task", nargs="+", default=[], metavar="NAME", help="default: the run's own task")
-    modes = f"some of {', '.join(MODES)} (default: agent)"
+    modes = "some of direct (only an answer), cot (thinks first), rag (one search before), agent (with tools; default)"
     add("--mode", nargs="+", default=["agent"], metavar="MODE", help=modes)
     add("--limit", type=whole(1), metavar="N", help="a seeded sample of N questions per task")
     answers = "answers per question, for pass@k (default: 1)"
@@ -96,7 +97,9 @@ def evaluate(args: argparse.Namespace) -> int:
         raise UserError(
             f"--samples {args.samples}: at --sampler.temperature 0 all samples are the same; raise the temperature"
         )
-    source = find_source(args, args.model)
+    if args.model and args.named_model:
+        raise UserError(f"two models, {args.model} and --model {args.named_model}: give one of them")
+    source = find_source(args, args.model or args.named_model)
     envs = make_envs(args, args.task, source.config if source else None)
     check_search(envs, args.mode)
     label = args.label or (source.label if source else args.model_name)

@@ -19,10 +19,9 @@ from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Task
 from sorl_env.turns.format import INVALID_MESSAGE, FormatName
+from sorl_env.turns.tokens import WORD_OR_MARK
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-# A tag, a word, or one mark. Decoding puts blanks between tokens; encoding the decoded text gives the same ids.
-TOKEN = r"</?\w+>|\w+|[^\w\s]"
 # In the format of tool calls also those of Qwen's calls, such as <function=search>.
 CALL_TOKEN = r"</?\w+(?:=\w+)?>|\w+|[^\w\s]"
 END = "<im_end>"
@@ -155,7 +154,7 @@ def call_texts(task: Task) -> Iterator[str]:
 
 
 def word_tokenizer(
-    texts: Iterable[str], max_tokens: int, token: str = TOKEN, eos: str = EOS
+    texts: Iterable[str], max_tokens: int, token: str = WORD_OR_MARK, eos: str = EOS
 ) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the words, tags and marks of ``texts``; all others become ``<unk>``."""
     words = dict.fromkeys([PAD, eos, UNK, *(word for text in texts for word in re.findall(token, text))])

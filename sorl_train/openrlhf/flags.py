@@ -126,7 +126,7 @@ def openrlhf_flags(
     settings = flatten(config)
     flags = {name: settings[setting] for name, setting in COPIED.items()}
     flags |= {
-        "actor.model_name_or_path": model,
+        "actor.model_name_or_path": _everywhere(model),
         "train.agent_func_path": str(AGENT),
         "train.num_episodes": 1,  # one pass over our own loader, which has every prompt of the run in its order
         "train.micro_batch_size": place.micro_batch(update.micro_batch_size, update.mini_batch_size),
@@ -166,8 +166,13 @@ def openrlhf_flags(
         flags[f"{role}.max_norm"] = optim.max_grad_norm or 0.0
         flags[f"{role}.lr_scheduler"] = "constant"  # our update sets the rate of each step, schedule included
     if has_critic:
-        flags["critic.model_name_or_path"] = config.critic or model
+        flags["critic.model_name_or_path"] = _everywhere(config.critic or model)
     return flags | cluster.flags
+
+
+def _everywhere(model: str) -> str:
+    """A folder as an absolute path, because Ray's workers need not start in this folder; a hub name as it is."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def as_arguments(flags: dict[str, Any]) -> list[str]:

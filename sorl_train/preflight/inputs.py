@@ -17,7 +17,7 @@ from sorl_env.task.data import load_examples, read_rows
 from sorl_env.task.registry import load_task
 from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.settings import TINY, TrainConfig
-from sorl_train.models.find_model import require_model
+from sorl_train.models.find_model import is_hub_name, require_model
 
 if TYPE_CHECKING:
     from sorl_env.envs.text_env import TextEnv
@@ -55,7 +55,7 @@ def check_inputs(config: TrainConfig) -> None:
     """The model's place, ``check_settings``, and the task and its data: every row is read."""
     from sorl_train.rollout.environments import training_examples
 
-    if config.model != TINY:
+    if config.model != TINY and not is_hub_name(config.model):  # the hub is asked when the model is loaded
         require_model(config.model)
     check_settings(config)
     task = load_task(config.task, **config.task_args)

@@ -30,6 +30,7 @@ except ModuleNotFoundError as missing:  # the core alone is installed
         f"sorl-serve-agent needs the package {missing.name!r}: {install_command('train')}"
     ) from missing
 
+ABOUT = "Serve a policy and its tools behind OpenAI's /v1/chat/completions."
 PORT = 8302
 _NEEDED = ("httptools", "starlette", "uvicorn")
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("sorl-serve-agent", usage="sorl-serve-agent [OPTION ..]", description=__doc__)
+    parser = make_parser("sorl-serve-agent", usage="sorl-serve-agent [OPTION ..]", description=ABOUT)
     server = parser.add_argument_group("the server")
     about = "the model's name in requests (default: its folder)"
     server.add_argument("--served_name", metavar="NAME", help=about)

@@ -78,6 +78,30 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
     assert failures(expert=lambda *_: None) == {}  # here gold answers show that the reward can be reached
 
 
+def test_the_experts_turns_have_to_survive_the_tiny_policys_blanks() -> None:
+    """A tiny policy writes ``( 1 )`` for ``(1)``: a whole cold start once taught calls that no tool understood."""
+
+    def look(text: str) -> str:
+        """Look."""
+        return "yes" if text in accepted else "no"
+
+    def expert(example: Example, observations: Sequence[str]) -> str:
+        if not observations:
+            return "<think>x</think><look>(1)</look>"
+        right = example.golden_answers[0] if "yes" in observations[0] else "none"
+        return f"<think>x</think><answer>{right}</answer>"
+
+    changes = {"tools": [look], "expert": expert, "vocabulary": lambda: ["1"]}
+    accepted = {"(1)", "( 1 )"}
+    assert failures(**changes) == {}
+    accepted = {"(1)"}
+    (said,) = failures(**changes).values()
+    assert said.startswith(
+        "model=tiny writes blanks around words and marks; with them: solves 0 of 5; the first"
+    )
+    assert failures(**changes | {"vocabulary": None}) == {}
+
+
 def test_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import iter_token_records, sidecar_of
 from sorl_train.sft.cold_start import resolve_model
+from sorl_train.train_rl import run
 
 from ..waiting import wait_until
 from .conftest import SHORT, QuietDisplay, flags, short_config, train_short
@@ -38,6 +39,14 @@ from .conftest import SHORT, QuietDisplay, flags, short_config, train_short
 def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags(dotted)]
+
+
+def test_a_policy_that_begins_with_success_0_names_the_command_that_shows_its_turns(tmp_path: Path) -> None:
+    display = QuietDisplay()
+    config = short_config(sft__steps=1, update__steps=1)
+    run_dir = RunDir.create(tmp_path / "run", config)
+    run(config, run_dir, display, resume=False)
+    assert f"sorl-ask --model {run_dir.path} --index 0" in "\n".join(display.messages)
 
 
 @pytest.mark.parametrize(("algo", "ratio"), [*((a, "auto") for a in ALGORITHMS), ("mt_grpo", "turn")])

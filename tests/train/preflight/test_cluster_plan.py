@@ -101,6 +101,20 @@ def test_the_plan_shows_the_command_that_is_run(tiny_folder: str) -> None:
     assert shown[-1].strip() == f"off: {', '.join(name for name in flags if name in off)}"
 
 
+def test_rays_workers_get_the_whole_path_of_a_model(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need not start in the folder that a relative path begins from. A hub name stays as it is."""
+    monkeypatch.chdir(Path(tiny_folder).parent)
+    near = Path(tiny_folder).name
+    config = load_config("paper/nq_so_ppo_8gpu", {"data": None})
+    for model, seen in ((near, str(Path(near).absolute())), ("owner/name", "owner/name")):
+        flags = openrlhf_flags(
+            config, RunDir(tmp_path), model, limits(load_task("nq"), config.limits), resume=None
+        )
+        assert (flags["actor.model_name_or_path"], flags["critic.model_name_or_path"]) == (seen, seen)
+
+
 def test_the_quickstart_can_be_planned_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SORL_CACHE", str(tmp_path))
     one = dict.fromkeys(("gpus_per_node", "vllm_engines", "vllm_tensor_parallel"), 1)
