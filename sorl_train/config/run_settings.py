@@ -335,4 +335,4 @@ class LogConfig:
     wandb: Annotated[str | None, RESUMABLE, PLACE] = None
     """Weights & Biases project; needs the wandb package."""
     trackio: Annotated[str | None, RESUMABLE, PLACE] = None
-    """trackio project, kept on this machine (``trackio show``); needs the trackio package."""
+    """Project of trackio, which stays on this machine; needs the trackio package."""

@@ -19,6 +19,8 @@ def is_hub_name(model: str) -> bool:
 def no_model(model: str) -> str:
     """The message about a path without a model, with the most similar folders beside it."""
     path = Path(model).expanduser()
+    if path.is_file():
+        return f"{model} is a file; give the folder of a model, with its config.json."
     siblings = [entry.name for entry in path.parent.glob("[!.]*/")] if path.parent.is_dir() else []
     hint = did_you_mean(path.name, siblings) if siblings else f"There is no folder in {path.parent}."
     return f"there is no model at {model}. {hint} A name on the hub is written owner/name."

@@ -72,6 +72,7 @@ def batches(so_grpo: ModuleType, folder: str) -> list[list[Trajectory]]:
         jobs = [RolloutJob(f"{q}-{g}", f"{q}", q, g) for q in questions for g in range(so_grpo.GROUP)]
         rewards = draw.integers(0, 2, len(jobs)).astype(float)
         rewards[: so_grpo.GROUP] = 1.0
+        torch.manual_seed(number)
         played = so_grpo.play(env, load_policy(folder), load_tokenizer(folder), jobs)
         found.append([rewarded(t, float(r)) for t, r in zip(played, rewards, strict=True)])
     return found
