@@ -49,7 +49,17 @@ def command(run_dir: Path, *more: str, **overrides: Any) -> list[str]:
     settings = SHORT | {name.replace("__", "."): value for name, value in overrides.items()}
     if settings["engine"] == "local":
         settings = {name: value for name, value in settings.items() if not name.startswith("cluster.")}
-    return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags(settings)]
+    config = () if "--resume" in more else ("--config", "minihop")
+    return [
+        sys.executable,
+        "-m",
+        "sorl_train.cli",
+        "--run_dir",
+        str(run_dir),
+        *config,
+        *more,
+        *flags(settings),
+    ]
 
 
 def train(run_dir: Path, *more: str, **overrides: Any) -> subprocess.CompletedProcess[str]:
