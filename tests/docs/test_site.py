@@ -109,14 +109,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.shutdown()
 
 
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser to which no name resolves and that reaches this machine alone."""
+@pytest.fixture
+def offline(tmp_path: Path) -> Iterator[Browser]:
+    """A browser to which no name resolves and that reaches this machine alone. The site keeps the colours of the first
+    visit, so each test has a browser of its own."""
     if PROGRAM is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-    started = Browser(
-        tmp_path_factory.mktemp("profile"), "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
-    )
+    started = Browser(tmp_path, "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
     yield started
     started.process.terminate()
     started.process.wait(timeout=30)
@@ -159,9 +158,6 @@ def test_pages_fit_their_window(address: str, offline: Browser, width: int, sche
     for (
         name
     ) in "index tutorials/first_agent algorithms stability reference/settings reference/sorl_env".split():
-        offline.open("about:blank")
-        # the colours of an earlier visit would stay
-        offline.send("Storage.clearDataForOrigin", origin=address, storageTypes="local_storage")
         offline.open(f"{address}/{name}.html", width=width, scheme=scheme)
         offline.wait_for(f"document.body.dataset.mdColorScheme === '{colours}'")
         assert offline.run("document.documentElement.scrollWidth") <= width, name
