@@ -38,7 +38,8 @@ from .conftest import SHORT, QuietDisplay, flags, short_config, train_short
 
 def command(run_dir: Path, *more: str, **settings: Any) -> list[str]:
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
-    return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *more, *flags(dotted)]
+    given = ["--config", "minihop", *more, *flags(dotted)]  # what train_short has
+    return [sys.executable, "-m", "sorl_train.cli", "--run_dir", str(run_dir), *given]
 
 
 def test_a_policy_that_begins_with_success_0_names_the_command_that_shows_its_turns(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ SMALL = {
 
 def write_study(path: Path, **changes: Any) -> Path:
     study = {
-        "base": "quickstart",
+        "base": "minihop",
         "settings": SMALL,
         "seeds": [0, 1],
         "arms": {"ppo": {"algo": "ppo"}, "so_grpo": {"algo": "so_grpo", "rollout.group_size": 4}},

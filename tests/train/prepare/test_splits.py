@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 def test_training_on_a_test_split_is_refused(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task, command = load_task("nq"), ["--task", "nq", "--model", "x"]
+    task, command = load_task("nq"), ["--task", "nq", "--model", str(tmp_path)]
     assert len(load_examples(task, prepared, "train")) == 4
     assert len(load_examples(task, prepared / "test.jsonl", "test")) == 2
     copy = tmp_path / "train.jsonl"  # a copy under a harmless name is still test data
