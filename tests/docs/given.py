@@ -63,8 +63,8 @@ def model(folder: Path, names: dict[str, Any]) -> None:
 
 
 def stockroom(folder: Path, names: dict[str, Any]) -> None:
-    """stockroom.py of docs/add_a_task.md."""
-    (folder / "stockroom.py").write_text(python_blocks("docs/add_a_task.md")[0], encoding="utf-8")
+    """stockroom.py of docs/tutorials/task_and_tool.md."""
+    (folder / "stockroom.py").write_text(python_blocks("docs/tutorials/task_and_tool.md")[0], encoding="utf-8")
 
 
 def batch(folder: Path, names: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The code of docs/add_a_task.md and docs/add_a_tool.md, extracted and run."""
+"""The code of the pages about tasks and tools, extracted and run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ..docs.blocks import python_blocks
 from .loopback import LoopbackServer
 
 PRICES = {"lamp": "12.50"}
+TUTORIAL = "docs/tutorials/task_and_tool.md"
 
 
 def module(source: str) -> ModuleType:
@@ -35,7 +36,7 @@ def module(source: str) -> ModuleType:
 # --- a task ---
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    source = python_blocks("docs/add_a_task.md")[0]
+    source = python_blocks(TUTORIAL)[0]
     assert len(source.splitlines()) <= 60
     (tmp_path / "stockroom.py").write_text(source, encoding="utf-8")
     return str(tmp_path / "stockroom.py")
@@ -46,7 +47,7 @@ def test_keeps_the_contract(path: str, capsys: pytest.CaptureFixture[str]) -> No
         assert check([path, "--split", split]) == 0
         out = capsys.readouterr().out
         assert f"expert        solves {count} of {count}" in out
-    assert out.endswith("all 9 checks passed\n")
+    assert out.endswith("all 10 checks passed\n")
 
 
 def test_the_expert_can_be_watched(path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,18 +91,16 @@ def url() -> Iterator[str]:
 def test_a_task_of_two_files_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The task of the other page and the tool of this one, put together in a third file."""
+    """The task of the tutorial, and its second tool in a file of its own."""
     # folders of earlier tests may hold another stockroom.py
     monkeypatch.setattr(
         sys, "path", [folder for folder in sys.path if not Path(folder, "stockroom.py").exists()]
     )
-    tool, _, both = python_blocks("docs/add_a_tool.md")[:3]
-    task = python_blocks("docs/add_a_task.md")[0]
-    for name, source in (("shop_tools", tool), ("stockroom", task), ("both", both)):
+    for name, source in zip(("stockroom", "with_total"), python_blocks(TUTORIAL), strict=True):
         (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
-    assert check([str(tmp_path / "both.py")]) == 0
+    assert check([str(tmp_path / "with_total.py")]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("task stockroom_with_lengths") and "ok    tool convert" in out
+    assert out.startswith("task stockroom_with_total") and "ok    tool total" in out
 
 
 def test_a_function_with_typed_parameters(shop: ModuleType) -> None:
