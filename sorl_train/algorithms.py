@@ -60,6 +60,12 @@ class Algorithm:
     published: Mapping[str, Any] = field(default_factory=dict, hash=False)
     source: str = ""  # where the objective was published, as arXiv:2506.13585
     when: str = ""  # when to use it, for docs/algorithms.md
+    # Hooks of a row from outside. Two functions of log_probs, old_log_probs, advantages and the bool loss_mask, (B, T)
+    # each: what each token's objective is multiplied by, constants >= 0 (B, T), of a micro-batch; and what the learning
+    # rate of an optimizer step is multiplied by, of this rank's share of the mini-batch, the same number on all ranks
+    weight: Callable[..., Any] | None = None
+    step_scale: Callable[..., float] | None = None
+    trust: Callable[[float, float], Any] | None = None  # makes what takes the place of ``TrustRegion``
 
     def __post_init__(self) -> None:
         check_choice("ratio level", self.ratio, get_args(RatioLevel))
@@ -70,6 +76,9 @@ class Algorithm:
             check_choice("surrogate", self.surrogate, get_args(SurrogateName))
         elif not callable(self.surrogate):
             raise ValueError(f"the surrogate is a function or its name, not {self.surrogate!r}")
+        for name, hook in self.hooks.items():
+            if not callable(hook):
+                raise ValueError(f"{name} is a function or None, not {hook!r}")
 
     @property
     def needs_critic(self) -> bool:
@@ -80,6 +89,12 @@ class Algorithm:
     def surrogate_name(self) -> SurrogateName | None:
         """The name of its surrogate; None for a function from outside."""
         return None if callable(self.surrogate) else self.surrogate
+
+    @property
+    def hooks(self) -> dict[str, Any]:
+        """Its hooks by name, those that are given: they belong to the update, which the loss alone does not make."""
+        names = ("weight", "step_scale", "trust")
+        return {name: hook for name in names if (hook := getattr(self, name)) is not None}
 
     @property
     def needs_groups(self) -> bool:

@@ -52,6 +52,7 @@ def algorithm_facts(reference: str) -> dict[str, str]:
     surrogate = algorithm.surrogate
     file = inspect.getsourcefile(surrogate) if callable(surrogate) else None
     facts["surrogate"] = str(algorithm.surrogate_name or getattr(surrogate, "__qualname__", "clipped"))
+    facts |= {name: str(getattr(hook, "__qualname__", name)) for name, hook in algorithm.hooks.items()}
     location, _ = _split(reference)
     file = location if location.endswith(".py") else file
     digest = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() if file else ""

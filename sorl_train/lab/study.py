@@ -10,6 +10,7 @@ A study is a YAML file::
       so_ppo: {algo: so_ppo}
     axes:                            # each arm is run with every combination of these values
       optim.lr: [3e-4, 1e-3]
+      reuse: {once: {update.epochs: 1}, thrice: {update.epochs: 3}}  # or of named settings
 """
 
 from __future__ import annotations
@@ -99,13 +100,19 @@ def load_study(name_or_path: str) -> Study:
         raise UserError(f"{path}: a study has the keys {', '.join(KEYS)}, not {unknown}")
     study = {name: value for name, value in content.items() if value is not None}
     _check_form(path, study)
-    arms, axes = study.get("arms", {"default": None}), study.get("axes", {})
+    arms, named = study.get("arms", {"default": None}), study.get("axes", {})
+    axes = {
+        axis: {value: values[value] or {} if isinstance(values, dict) else {axis: value} for value in values}
+        for axis, values in named.items()
+    }
     base = find_config(study.get("base", "quickstart"), beside=path.parent)
     runs: dict[str, StudyRun] = {}
     for seed, (arm, settings) in itertools.product(study.get("seeds", [0]), arms.items()):
         for values in itertools.product(*axes.values()):
             point = tuple(zip(axes, values, strict=True))
-            own = {**(settings or {}), **dict(point)}
+            own = dict(settings or {})
+            for axis, value in point:
+                own |= axes[axis][value]
             # axes are for all arms, and may switch on what an arm sets: then not every run has to read all of it
             strict = {name: value for name, value in own.items() if not axes or name == "algo"}
             try:
@@ -141,14 +148,22 @@ def _check_form(path: Path, study: Mapping[str, Any]) -> None:
     for key, (kind, form) in _FORMS.items():
         check(isinstance(study.get(key, kind()), kind), f"{key}: {study.get(key)}", form)
     axes = study.get("axes", {})
+    named = {name: values for name, values in axes.items() if isinstance(values, dict)}
     for name, values in {"seeds": study.get("seeds", [0]), **axes}.items():
-        check(isinstance(values, list) and bool(values), f"{name}: {values}", "a list of values")
+        check(isinstance(values, list) or name in named, f"{name}: {values}", "a list of values")
+        check(bool(values), f"{name}: {values}", "a list of values")
+    for name, values in named.items():
+        good = all(isinstance(settings or {}, dict) for settings in values.values())
+        check(good, f"axis {name}: {values}", _FORMS["arms"][1])
+    set_by_axes = (axes.keys() - named.keys()).union(
+        *(set(s or {}) for v in named.values() for s in v.values())
+    )
     for name, settings in study.get("arms", {}).items():
         check("/" not in str(name), f"arm {name!r}", "a name without '/': it names the folders of its runs")
         check(isinstance(settings or {}, dict), f"arm {name}: {settings}", _FORMS["settings"][1])
-        both = ", ".join(axes.keys() & (settings or {}))
+        both = ", ".join(sorted(set_by_axes & (settings or {}).keys()))
         check(not both, f"arm {name} sets {both}", "the setting in the arms or in the axes, not in both")
-    for place in (study.get("settings", {}), axes, *study.get("arms", {}).values()):
+    for place in (study.get("settings", {}), set_by_axes, *study.get("arms", {}).values()):
         check("seed" not in (place or {}), "seed", "the seeds in the key seeds: [0, 1, 2]")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from sorl_env.outside import call_outside
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.backend import Backend
 from sorl_train.learner.batch import Batch
@@ -68,10 +69,11 @@ class PolicyUpdate:
         self.config = config
         self.total_steps = config.update.steps * steps_of_batch(config.rollout.batch_size, config.update)
         self.loss_settings = loss_settings(config)
-        self.normalize = config.algorithm.normalize
+        self.algorithm = config.algorithm
         self.kl_coef = config.loss.kl_coef if config.loss.kl_in == "loss" else 0.0
         limit = config.update.trust_kl if is_rl else None
-        self.trust = None if limit is None else TrustRegion(limit, config.update.trust_max_scale)
+        make = self.algorithm.trust or TrustRegion
+        self.trust = None if limit is None else make(limit, config.update.trust_max_scale)
 
     def begin_batch(self) -> None:
         """Called before the first step on a rollout batch."""
@@ -107,6 +109,8 @@ class PolicyUpdate:
         if limit is not None:  # as the KL is that of all ranks, all of them stop together
             self.past_target_kl = token_kl(totals.log_probs, mini) > limit
         scheduled, lr = lr, lr if self.trust is None else lr * self.trust.scale
+        if self.algorithm.step_scale is not None:
+            lr *= call_outside(self.algorithm.step_scale, *_hook_arguments(mini, totals.log_probs))
         names, values = totals.losses.keys(), sum_over_ranks(*totals.losses.values())
         stats = totals.stats.all_reduce()
         scales = self._normalization(stats)
@@ -188,7 +192,7 @@ class PolicyUpdate:
                 self.loss_settings,
                 denominator=how["denominator"],
                 logit_scale=found.logit_scale,
-                correction=micro.correction,
+                correction=self._token_weights(micro, found.log_probs.detach()),
             )
             losses = {"policy": output.loss, "entropy": aggregate(found.entropy, micro.loss_mask, **how)}
             if objective.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
@@ -207,6 +211,13 @@ class PolicyUpdate:
             for parameter in self.backend.parameters:
                 parameter.grad = torch.zeros_like(parameter)
         return totals
+
+    def _token_weights(self, micro: Batch, log_probs: Tensor) -> Tensor | None:
+        """What each token's surrogate is multiplied by, (B, T): the correction for the sampler, and the algorithm's."""
+        if self.algorithm.weight is None:
+            return micro.correction
+        own: Tensor = call_outside(self.algorithm.weight, *_hook_arguments(micro, log_probs)).detach()
+        return own if micro.correction is None else own * micro.correction
 
     def _may_have_gradient(self, micro: Batch) -> bool:
         """Whether the gradient of a micro-batch can be other than zero; a group of equal rewards has no advantages.
@@ -239,7 +250,7 @@ class PolicyUpdate:
     def _normalization(self, stats: LossStats) -> Normalization:
         loss = self.config.loss
         norm = loss.clip_bias_norm
-        if not self.normalize:
+        if not self.algorithm.normalize:
             return Normalization(grad_scale=1.0, update_scale=1.0, norm=stats.norm(norm), factor=1.0)
         return normalization(stats, norm=norm, target=loss.clip_bias_target, delta=loss.clip_bias_delta)
 
@@ -287,6 +298,12 @@ def _finite(grad_norm: float, what: str, mini: Batch) -> float:
     if not math.isfinite(grad_norm):
         raise NonFiniteError(what, mini.ids)
     return grad_norm
+
+
+def _hook_arguments(batch: Batch, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``Algorithm.weight`` and ``step_scale`` are called with, (B, T) each."""
+    assert batch.advantages is not None
+    return log_probs, _old_log_probs(batch, log_probs), batch.advantages, batch.loss_mask
 
 
 def _old_log_probs(batch: Batch, current: Tensor) -> Tensor:

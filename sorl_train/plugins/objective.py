@@ -165,6 +165,11 @@ _OBJECTIVES: dict[str, Objective] = {}
 
 def _row(algorithm: str | Algorithm) -> Algorithm:
     if isinstance(algorithm, Algorithm):
+        if algorithm.hooks:
+            raise ValueError(
+                f"the algorithm's {' and '.join(algorithm.hooks)} belong to the update, which the trainer has its own "
+                "of: train with sorl-train, or leave them out"
+            )
         return algorithm
     if algorithm in _ADVANTAGES_ONLY:
         raise ValueError(

@@ -86,6 +86,19 @@ def test_packaged_studies_are_valid() -> None:
     assert len(load_study("smollm2_severe").runs) == 8
 
 
+def test_an_axis_may_have_named_settings(tmp_path: Path) -> None:
+    axes = {
+        "reuse": {"once": None, "thrice": {"update.epochs": 3, "optim.lr": 1e-3}},
+        "sampler.temperature": [0.5],
+    }
+    runs = load_study(str(write_study(tmp_path / "mine.yaml", axes=axes, seeds=[0]))).runs
+    assert [run.cell for run in runs[:2]] == [
+        f"ppo, reuse={name}, sampler.temperature=0.5" for name in ("once", "thrice")
+    ]
+    assert [run.config.update.epochs for run in runs[:2]] == [1, 3]
+    assert runs[1].config.optim.lr == 1e-3 and runs[1].facts["reuse"] == "thrice"
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -96,6 +109,10 @@ def test_packaged_studies_are_valid() -> None:
         ({"axes": {"optim.lr": 1e-3}}, "optim.lr: 0.001: expected a list"),
         ({"axes": {"optim.lr": []}}, "optim.lr: .*: expected a list"),
         ({"axes": {"seed": [1, 2]}}, "the seeds in the key seeds"),
+        ({"axes": {"reuse": {}}}, "reuse: .*: expected a list"),
+        ({"axes": {"reuse": {"once": 1}}}, "axis reuse: .*: expected names with their settings"),
+        ({"axes": {"reuse": {"once": {"algo": "ppo"}}}}, "arm ppo sets algo: .* not in both"),
+        ({"axes": {"reuse": {"once": {"seed": 1}}}}, "the seeds in the key seeds"),
         ({"settings": ["algo"]}, r"settings: \['algo'\]: expected"),
         ({"seeds": []}, "seeds: .*: expected a list"),
         ({"seeds": [0, 0]}, "seed 0 is there twice"),
