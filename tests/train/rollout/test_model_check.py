@@ -212,7 +212,7 @@ def test_models_without_fast_attention_are_loaded(tmp_path: Path) -> None:
     """Gemma 2 caps its attention scores, which torch's own attention cannot."""
     build("gemma2", NEW | WINDOW).save_pretrained(tmp_path)
     assert load_policy(str(tmp_path), "cpu").config._attn_implementation == "eager"
-    with pytest.raises(UserError, match="there is no model at .*absent"):
+    with pytest.raises(UserError, match=r"there is no model at .*absent"):
         load_policy(str(tmp_path / "absent"), "cpu")
 
 
