@@ -64,7 +64,9 @@ def model(folder: Path, names: dict[str, Any]) -> None:
 
 def stockroom(folder: Path, names: dict[str, Any]) -> None:
     """stockroom.py of docs/tutorials/task_and_tool.md."""
-    (folder / "stockroom.py").write_text(python_blocks("docs/tutorials/task_and_tool.md")[0], encoding="utf-8")
+    (folder / "stockroom.py").write_text(
+        python_blocks("docs/tutorials/task_and_tool.md")[0], encoding="utf-8"
+    )
 
 
 def batch(folder: Path, names: dict[str, Any]) -> None:
