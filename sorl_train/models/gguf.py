@@ -20,12 +20,19 @@ from sorl_env.commands.command import Parser, run_command
 from sorl_env.errors import UserError
 
 if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# Values of `tokenizer.ggml.pre`, which says how text is cut before the merges; llama.cpp keeps them as regular
-# expressions. Whether each digit becomes a token of its own.
-SPLITS_DIGITS = {"smollm": True, "gpt-2": False}
-CONTROL_TOKEN = 3  # a value of tokenizer.ggml.token_type
+# Qwen2's pieces of text: English contractions, words, single digits, punctuation, line breaks and spaces.
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = ("gpt-2", "qwen2", "smollm")  # known values of `tokenizer.ggml.pre`
+CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # values of tokenizer.ggml.token_type
+# Two quantizations of one matrix differ by less than this share of its norm (Q4_K and Q6_K by about .08), and two
+# different matrices by more than 1.
+SAME_MATRIX = 0.2
 
 
 def packaged_gguf(package: str) -> Path:
@@ -52,25 +59,27 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     would give SmolLM2 other ids than it was trained on: it does not split digits, and takes ``<|im_start|>`` for the
     end-of-sequence token. Raises ``UserError`` if the tokenizer is of another kind, or cuts text in an unknown way.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
     kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if kind != "gpt2" or pre not in SPLITS_DIGITS:
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise UserError(
             f"cannot rebuild a GGUF tokenizer of model {kind!r} and pre-tokenizer {pre!r}: known are 'gpt2' with "
-            f"{', '.join(map(repr, SPLITS_DIGITS))}; use the model's own transformers folder instead"
+            f"{', '.join(map(repr, PRE_TOKENIZERS))}; use the model's own transformers folder instead"
         )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if SPLITS_DIGITS[pre] else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    types = metadata["tokenizer.ggml.token_type"]
-    control = [token for token, type_ in zip(tokens, types, strict=True) if type_ == CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    for token, type_ in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
+        if type_ == CONTROL_TOKEN:
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif type_ == USER_DEFINED_TOKEN:  # one token, and yet text, as Qwen's <tool_call>
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
 
     def named(role: str) -> str | None:
         index = metadata.get(f"tokenizer.ggml.{role}_token_id")
@@ -88,8 +97,23 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     )
 
 
+def _pre_tokenizer(pre: str) -> PreTokenizer:
+    """What cuts text into the pieces that merges stay within; llama.cpp keeps it as regular expressions."""
+    from tokenizers import Regex, pre_tokenizers
+
+    first: list[PreTokenizer] = []
+    if pre == "qwen2":
+        first = [pre_tokenizers.Split(Regex(_QWEN2), behavior="isolated")]
+    elif pre == "smollm":
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    # the byte level cuts text as GPT-2 does, unless told not to
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre != "qwen2")
+    return pre_tokenizers.Sequence([*first, byte_level])
+
+
 def load_model(path: Path) -> PreTrainedModel:
-    """The causal language model of a GGUF file, in float32, which keeps the dequantized values exactly."""
+    """The causal language model of a GGUF file, in float32, which keeps the dequantized values exactly. Some files hold
+    a tied embedding twice, quantized more coarsely for the input: then the output layer's copy serves as both."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -99,8 +123,14 @@ def load_model(path: Path) -> PreTrainedModel:
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    fresh: PreTrainedModel = type(loaded)(config).to(loaded.dtype)
-    fresh.load_state_dict(loaded.state_dict())
+    inputs, outputs = loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight
+    with torch.no_grad():
+        if inputs is not outputs and float(torch.dist(inputs, outputs) / outputs.norm()) < SAME_MATRIX:
+            config.tie_word_embeddings = True
+            loaded.get_input_embeddings().weight = outputs
+    fresh: PreTrainedModel = type(loaded).from_pretrained(
+        None, config=config, state_dict=loaded.state_dict(), dtype=torch.float32
+    )
     return fresh.eval()
 
 

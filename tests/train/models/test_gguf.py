@@ -59,7 +59,119 @@ def test_special_tokens_and_chat_template_are_those_of_the_file() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize(("pre", "model"), [("qwen2", "gpt2"), ("gpt-2", "llama")])
+AWKWARD = [
+    "it's IT'S we'Ll don't 'd''s",
+    "in 1984,  12.5%\t and\u00a0 3\u00b2 \u0664\u0665",  # a space that does not break; other digits
+    "  two\n\n\nlines \r\n\r\n  x  \n",
+    "caf\u00e9 cafe\u0301 \u212b na\u00efve",  # composed, decomposed, a sign that is normalized
+    "\u4f60\u597d\uff0c\u4e16\u754c \U0001f469\u200d\U0001f680 \u0e19\u0e49\u0e33",
+    'f(x)="a_b"; // c\n\t\treturn;\n',
+    "<tool_call>\n{}</tool_call><|im_end|>\n<tool_calls> <|im_end",
+    "\x00\x7f\ufeff\ufffd",
+    "",
+    "   ",
+]
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_qwen2_cuts_text_as_transformers_does(text: str) -> None:
+    from tokenizers import AddedToken
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    from transformers.models.qwen2 import Qwen2Tokenizer
+
+    # what a cut would prevent, or allow, in the strings above
+    pairs = "a b,i t,' s,' S,it 's,Ġ 1,1 2,1 9,Ġ Ġ,ĠĠ x,Ċ Ċ,Ċ ĊĊ,č Ċ,ĉ ĉ,ĉĉ r,Ġ c,Ã ©,f (,) =,= \",; Ċ,. 5,% ĉ".split(
+        ","
+    )
+    bytes_ = list(bytes_to_unicode().values())
+    vocabulary = [*bytes_, *dict.fromkeys(pair.replace(" ", "") for pair in pairs)]
+    added = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    rebuilt = build_tokenizer(
+        {
+            **metadata("qwen2"),
+            "tokenizer.ggml.tokens": vocabulary + added,
+            "tokenizer.ggml.token_type": [1] * len(vocabulary) + [3, 3, 3, 4, 4],
+            "tokenizer.ggml.merges": pairs,
+        }
+    )
+    merges: Any = [tuple(pair.split(" ")) for pair in pairs]
+    theirs = Qwen2Tokenizer({token: i for i, token in enumerate(vocabulary)}, merges)
+    theirs.add_tokens([AddedToken(token, normalized=False, special=token < "<}") for token in added])
+    assert rebuilt.encode(text) == theirs.encode(text)
+    kept = rebuilt.decode(rebuilt.encode(text), skip_special_tokens=True)
+    assert kept.count("<tool_call>") == text.count(
+        "<tool_call>"
+    )  # a call is text, the end of a message is not
+    assert "<|im_end|>" not in kept
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_is_held_twice_is_tied(tied: bool, tmp_path: Path) -> None:
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType as Kind
+    from gguf import GGUFWriter, quants
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    width, inner, path = 32, 64, tmp_path / "tiny.gguf"
+    facts = metadata("qwen2")
+    vocabulary = len(facts["tokenizer.ggml.tokens"])
+    writer = GGUFWriter(path, "qwen2")
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_block_count(1)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(facts["tokenizer.ggml.tokens"])
+    writer.add_token_types(facts["tokenizer.ggml.token_type"])
+    writer.add_token_merges(facts["tokenizer.ggml.merges"])
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(CHAT)
+    draw = np.random.default_rng(0)
+    embedding = draw.standard_normal((vocabulary, width)).astype(np.float32)
+    output = embedding if tied else embedding[::-1]
+    for name, values, kind in (("token_embd", embedding, Kind.Q5_0), ("output", output, Kind.Q8_0)):
+        writer.add_tensor(
+            f"{name}.weight", quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind
+        )
+    shapes = {
+        "attn_q": (width, width),
+        "attn_k": (16, width),
+        "attn_v": (16, width),
+        "attn_output": (width, width),
+    }
+    shapes |= {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
+    shapes |= {"attn_norm": (width,), "ffn_norm": (width,)}
+    weights = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()} | {
+        "output_norm.weight": (width,)
+    }
+    weights |= {f"blk.0.{name}.bias": shapes[name][:1] for name in ("attn_q", "attn_k", "attn_v")}
+    for name, shape in weights.items():
+        writer.add_tensor(name, draw.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    folder = export_gguf(tmp_path / "out", gguf=path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (inputs is outputs) == tied == model.config.tie_word_embeddings
+    finer = quants.dequantize(quants.quantize(np.ascontiguousarray(output), Kind.Q8_0), Kind.Q8_0)
+    assert torch.equal(outputs, torch.from_numpy(finer))
+    if not tied:
+        coarser = quants.dequantize(quants.quantize(embedding, Kind.Q5_0), Kind.Q5_0)
+        assert torch.equal(inputs, torch.from_numpy(coarser))
+    ids = AutoTokenizer.from_pretrained(folder)("ab 12", return_tensors="pt").input_ids
+    assert ids.shape == (1, 4) and bool(torch.isfinite(model(ids).logits).all())
+
+
+@pytest.mark.parametrize(("pre", "model"), [("deepseek-llm", "gpt2"), ("gpt-2", "llama")])
 def test_a_tokenizer_that_cannot_be_rebuilt_exactly_is_refused(pre: str, model: str) -> None:
     with pytest.raises(ValueError, match=f"model '{model}' and pre-tokenizer '{pre}'"):
         build_tokenizer(metadata(pre, model))
