@@ -83,7 +83,8 @@ def with_lost(study: Study, results: Sequence[Mapping[str, Any]], folder: Path) 
             continue
         curve = success_curve(path) if RunDir(path).metrics.is_file() else []
         peak = max((success for _, success in curve), default=1.0)
-        found.append({**run.facts, "final": 0.0, "peak": peak or 1.0, "curve": curve, "lost": True})
+        figures = {"final": 0.0, "peak": peak or 1.0, "kept_mean": 0.0}
+        found.append({**run.facts, **figures, "curve": curve, "lost": True})
     return found
 
 

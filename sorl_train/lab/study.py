@@ -194,7 +194,13 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         rows.append(
             [cell, len(runs), *medians, f"{known.count(0.0)}/{len(known)}", f"{len(steps)}/{len(runs)}{at}"]
         )
-    heads = ["cell", "seeds", *(heading for _, heading, _ in _MEDIANS), "learned nothing", "collapsed"]
+    heads = [
+        "cell",
+        "seeds",
+        *(heading for _, heading, _ in _MEDIANS),
+        "ended less than .1 above its start",
+        "collapsed",
+    ]
     return markdown_table(heads, rows)
 
 

@@ -92,6 +92,7 @@ class Summary:
 
 
 WINDOW = 3  # evaluations that ``kept_mean`` averages
+LEAST_GAIN = 0.1  # a run that ends less than this above its start has not learned
 SMALLEST_PEAK = 0.05  # below it a run has nothing that it could keep
 
 
@@ -101,17 +102,12 @@ def success_curve(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["step"], success) for line in lines if (success := line.get("eval/success")) is not None]
 
 
-def learned(success: Sequence[float], questions: float) -> bool:
-    """Whether success was ever clearly above that of the cold start, by two standard errors.
+def learned(success: Sequence[float]) -> bool:
+    """Whether the last success is at least ``LEAST_GAIN`` above that of the cold start, which comes first.
 
-    A run that never was can have kept all of nothing: its final / peak is 1. Evaluations ask the same questions, so
-    that two of one policy differ by less than the standard error of a sample. It is that of Agresti and Coull, with
-    four made-up questions, of which two are right: a start at 0 has an error, too.
-
-    ``success`` is that of the cold start, then of the other evaluations, each on ``questions`` questions.
+    A run that never moved has kept all of nothing: its final / peak is 1. So it must not count as one that held.
     """
-    share = (success[0] * questions + 2) / (questions + 4)
-    return max(success) > share + 2 * math.sqrt(share * (1 - share) / (questions + 4))
+    return success[-1] >= success[0] + LEAST_GAIN
 
 
 def step_seconds(run_dir: Path) -> float:
@@ -132,7 +128,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         kept: final / peak, 0 if hardly a question was ever solved. As the highest of many noisy evaluations is above
             what the policy can do, it is below 1 even for a run that lost nothing.
         kept_mean: the same of means over ``WINDOW`` evaluations in a row.
-        learned: 1 if success was ever clearly above the cold start's, else 0; NaN if that was not evaluated.
+        learned: 1 if success ended ``LEAST_GAIN`` above the cold start's, else 0; NaN if that was not evaluated.
         worst_drop: the deepest fall of success from its peak so far.
         collapse_step: the evaluation from which on success stayed below half of its peak.
         max_grad_norm, grad_norm: the highest and the mean gradient norm.
@@ -155,9 +151,6 @@ def measure(run_dir: Path) -> dict[str, float]:
     # means of evaluations in a row; the evaluations themselves if there are not more, as one mean loses nothing
     width = WINDOW if len(success) > WINDOW else 1
     means = [math.fsum(success[i : i + width]) / width for i in range(len(success) - width + 1)]
-    # older versions did not log it
-    questions = min(line.get("eval/questions", math.nan) for line in evaluated)
-    is_known = steps[0] == 0 and not math.isnan(questions)
 
     def mean(name: str) -> float:
         known = [line[name] for line in trained if line[name] is not None]
@@ -168,7 +161,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         "final": final,
         "kept": _kept(success),
         "kept_mean": _kept(means),
-        "learned": float(learned(success, questions)) if is_known else math.nan,
+        "learned": float(learned(success)) if steps[0] == 0 else math.nan,
         "worst_drop": max(top - value for value, top in zip(success, peaks, strict=True)),
         "collapse_step": float(lasting),
         "max_grad_norm": max(infinite_if_none(line["loss/grad_norm_max"]) for line in trained),
