@@ -284,7 +284,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "trust_shares": trust_shares,
     "remedies": remedies,
     "trust_ppo": lambda: trust_grid("ppo"),
-    "trust_grpo": lambda: trust_grid("grpo"),
     "alarm": alarm,
     "which_one": which_one,
     "turn_credit": turn_credit,

@@ -7,11 +7,13 @@ site of all that, strictly and without a network. Nothing that is generated is c
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib
 import importlib.metadata
 import io
+import json
 import os
 import posixpath
 import re
@@ -73,7 +75,10 @@ def build(docs: Path, out: Path) -> None:
         raise Refused("public names without a docstring: " + ", ".join(missing))
     work, site = out, out / "site"
     shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(docs, work / "pages", ignore=shutil.ignore_patterns("*.py", "*.yml", "__pycache__"))
+    shutil.copytree(docs, work / "pages", ignore=shutil.ignore_patterns("*.py", "*.yml", "*.ipynb", "__pycache__"))
+    tutorials = [*docs.glob("tutorials/*.ipynb"), *docs.glob("tutorials/*.py")]
+    for path in tutorials:
+        _write((work / "pages" / path.relative_to(docs)).with_suffix(".md"), code_page(path))
     origins = {path.relative_to(work / "pages").as_posix(): "" for path in (work / "pages").rglob("*.md")}
     for source, path in MOVED.items():
         if path not in origins:
@@ -144,6 +149,26 @@ def _llms(config: dict[str, Any], named: list[tuple[str, str]], pages: Path) -> 
         yield f"- [{title[1] if title else path}]({path}){about}"
 
 
+# --- code as pages ---
+
+
+def code_page(path: Path) -> str:
+    """The page of a notebook with its recorded outputs, or of a Python file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        about = (ast.get_docstring(ast.parse(text)) or "").replace("``", "`").split("\n\n")[0]
+        return f"# The method in one file: {path.name}\n\n{about}\n\n```python\n{text}```\n"
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        for output in cell.get("outputs", []):
+            shown = output.get("data", {"text/plain": output.get("text", "")})
+            html, plain = ("".join(shown.get(kind, "")) for kind in ("text/html", "text/plain"))
+            parts.append(html or f"```text\n{plain.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
 # --- links ---
 
 
@@ -159,7 +184,7 @@ def site_links(markdown: str, origin: str, here: str) -> str:
         if path in MOVED:
             path = MOVED[path]
         elif path.startswith("docs/"):
-            path = path.removeprefix("docs/")
+            path = re.sub(r"^(tutorials/.+)\.(ipynb|py)$", r"\1.md", path.removeprefix("docs/"))
         elif (ROOT / path).exists():
             return text
         else:

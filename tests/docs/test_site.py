@@ -90,7 +90,17 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
     assert move("[a](docs/design.md#words)") == "[a](../design.md#words)"
     assert move("[a](CHANGELOG.md) [b](https://x.org/y)") == "[a](changelog.md) [b](https://x.org/y)"
     assert move("[the licence](LICENSE)") == "the licence"
+    assert move("[a](docs/tutorials/two_minutes.ipynb)") == "[a](../tutorials/two_minutes.md)"
     assert move("[gone](gone.md)") == "[gone](gone.md)"  # for the strict build to refuse
+
+
+def test_notebooks_and_the_method_in_one_file_are_pages() -> None:
+    tutorials = REPOSITORY / "docs/tutorials"
+    page = site.code_page(tutorials / "two_minutes.ipynb")
+    assert page.startswith("# Two minutes of training\n") and page.count("```python") == 5
+    assert "<svg" in page and "clipped 0." in page
+    method = (tutorials / "so_grpo.py").read_text(encoding="utf-8")
+    assert f"```python\n{method}```" in site.code_page(tutorials / "so_grpo.py")
 
 
 @pytest.fixture(scope="module")
