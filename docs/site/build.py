@@ -75,7 +75,9 @@ def build(docs: Path, out: Path) -> None:
         raise Refused("public names without a docstring: " + ", ".join(missing))
     work, site = out, out / "site"
     shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(docs, work / "pages", ignore=shutil.ignore_patterns("*.py", "*.yml", "*.ipynb", "__pycache__"))
+    shutil.copytree(
+        docs, work / "pages", ignore=shutil.ignore_patterns("*.py", "*.yml", "*.ipynb", "__pycache__")
+    )
     tutorials = [*docs.glob("tutorials/*.ipynb"), *docs.glob("tutorials/*.py")]
     for path in tutorials:
         _write((work / "pages" / path.relative_to(docs)).with_suffix(".md"), code_page(path))
