@@ -91,10 +91,13 @@ def read_corpus(path: Path) -> Iterator[Passage]:
 
 def check_corpus(path: Path) -> None:
     """Raise UserError unless the file exists and its name ends like that of a corpus."""
-    if not path.name.endswith(SUFFIXES):
-        raise UserError(f"{path}: cannot read this kind of corpus; use {' or '.join(SUFFIXES)}")
     if not path.is_file():
         raise UserError(no_such_file(path, SUFFIXES, "corpus"))
+    if not path.name.endswith(SUFFIXES):
+        raise UserError(
+            f"{path}: cannot read this kind of corpus; use {' or '.join(SUFFIXES)}, or the folder that "
+            "sorl-index build makes"
+        )
 
 
 def open_bytes(path: Path) -> BinaryIO:

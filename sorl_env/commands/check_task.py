@@ -28,7 +28,7 @@ from sorl_env.rewards import normalize_answer
 from sorl_env.task.task import Example, Task
 from sorl_env.text import quoted
 from sorl_env.tool.tool import RESERVED_NAMES, ToolUnavailableError
-from sorl_env.turns.tokens import WORD_OR_MARK, Tokenizer, encode_prompt
+from sorl_env.turns.tokens import TINY_DIALOGUES, WORD_OR_MARK, Tokenizer, encode_prompt
 
 WRONG_ANSWER = "surely not the answer"
 _CLOSE = 1e-6  # between a reward and what it should be
@@ -218,8 +218,25 @@ def _episode(env: ToolUseEnv, seed: int, turns: Sequence[str]) -> list[tuple[str
 def _check_words(env: ToolUseEnv, expert: Expert, examples: Sequence[Example], alone: str) -> Check:
     """A policy of ``model=tiny`` writes the expert's turns with blanks around all words and marks; they must do what
     they do ``alone``, without the blanks."""
-    played = _check_expert(env, expert, examples, lambda turn: " ".join(re.findall(WORD_OR_MARK, turn)))
+    texts: list[str] = []  # of all dialogues
+    first = 0  # of them, those whose words the policy's vocabulary takes up
+
+    def listen(example: Example, observations: Sequence[str]) -> str | None:
+        nonlocal first
+        turn = expert(example, observations)
+        texts.extend([*(observations[-1:] or [env.prompt(example)]), turn or ""])
+        if example in examples[:TINY_DIALOGUES]:
+            first = len(texts)
+        return turn
+
+    played = _check_expert(env, listen, examples, lambda turn: " ".join(re.findall(WORD_OR_MARK, turn)))
     if played.detail == alone:
+        assert env.task.vocabulary is not None
+        known = set(re.findall(WORD_OR_MARK, " ".join([*env.task.vocabulary(), *texts[:first]])))
+        if unknown := sorted(set(re.findall(WORD_OR_MARK, " ".join(texts[first:]))) - known):
+            more = f" and {len(unknown) - 5} more words" if len(unknown) > 5 else ""
+            said = f"the vocabulary lacks {', '.join(map(quoted, unknown[:5]))}{more} of these dialogues"
+            return Check("tiny", False, f"{said}; a tiny policy reads and writes only its words")
         return Check("tiny", True, "the expert solves as many with blanks around its words and marks")
     advice = "let tools, reward and expert take such texts, or leave out the vocabulary if no tiny policy is trained"
     said = f"model=tiny writes blanks around words and marks; with them: {played.detail}; {advice}"
@@ -256,6 +273,8 @@ def _check_expert(
             told = f"{where} ends with {why}, reward {result.reward:g}, turn {quoted(turn, 120)}"
             failed = f"; the first that it does not: {told}"
     said = f"solves {solved} of {len(examples)}" + (f", gives up on {given_up}" if given_up else "")
+    if given_up == len(examples):
+        said += ": the tools do not return what it needs, so it can demonstrate nothing"
     # without gold answers nothing else shows that a reward of 1 can be reached
     may_give_up = given_up == len(examples) and any(one.golden_answers for one in examples)
     return Check("expert", solved > 0 or may_give_up, said if solved else said + failed)

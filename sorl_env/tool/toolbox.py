@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from sorl_env.errors import did_you_mean
@@ -37,7 +39,16 @@ from sorl_env.tool.tool import (
 logger = logging.getLogger(__name__)
 
 _MAX_REASON_CHARS = 1000  # of an error message about a tool: an exception can hold a whole reply
+_CALLERS = (str(Path(__file__).parents[1]), str(Path(concurrent.futures.__file__).parent))
 _jitter = random.Random()  # its own generator, so that retries do not change the draws of others
+
+
+def _outside_traceback(error: Exception) -> TracebackType | None:
+    """The traceback from the tool's own code on; None where that returned something that cannot be used."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_CALLERS):
+        trace = trace.tb_next
+    return trace
 
 
 class Toolbox:
@@ -184,7 +195,8 @@ class Toolbox:
         else:
             reason = f"bug in the tool: {_say(result)}"
             self._log_bug(request, result)
-        message = f"tool {request.tool} is unavailable after {attempts} tries: {reason}"
+        tries = "1 try" if attempts == 1 else f"{attempts} tries"
+        message = f"tool {request.tool} is unavailable after {tries}: {reason}"
         call = ToolCall(*request, "", ok=False, error=message, latency_s=latency_s, attempts=attempts)
         unavailable = ToolUnavailableError(message, call)
         unavailable.__cause__ = result
@@ -195,7 +207,8 @@ class Toolbox:
         if key not in self._logged_bugs:
             self._logged_bugs.add(key)
             argument = quoted(request.argument, _MAX_REASON_CHARS)
-            logger.error("tool %s raised on %s (logged once)", request.tool, argument, exc_info=error)
+            shown = (type(error), error, _outside_traceback(error))
+            logger.error("tool %s failed on %s (logged once)", request.tool, argument, exc_info=shown)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Task
 from sorl_env.turns.format import INVALID_MESSAGE, FormatName
-from sorl_env.turns.tokens import WORD_OR_MARK
+from sorl_env.turns.tokens import TINY_DIALOGUES, WORD_OR_MARK
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # In the format of tool calls also those of Qwen's calls, such as <function=search>.
@@ -49,7 +49,7 @@ def build_tiny_policy(
     hidden_size: int = 96,
     num_layers: int = 3,
     num_heads: int = 4,
-    num_dialogues: int = 64,
+    num_dialogues: int = TINY_DIALOGUES,
     format: FormatName = "tags",
 ) -> None:
     """Write a tokenizer of the task's words and an untrained Llama (see ``init_weights``) into ``folder``.

@@ -133,7 +133,7 @@ def _data(run: PreflightContext) -> Iterator[Finding]:
             fix = f"give {option} a file or a folder{hub}"
         elif examples.sha256 in hashes:
             detail += ": these are the training questions, too"
-            fix = "give --eval_data, or --data a folder with a file for each split"
+            fix = "give --eval_data other questions, or --data a folder with a file for each split"
         hashes.add(examples.sha256)
         yield Finding(name, "warn" if fix else "ok", detail, fix)
         is_asked = name == "data" and config.stage == "rl"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +105,12 @@ class RowCache:
         self.data = data
 
 
+@functools.cache
+def cache_argument(model: type) -> str:
+    """The name under which a model's ``forward`` takes its cache: transformers 5.24 begins to rename it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @torch.inference_mode()
 def feed(model: Any, cache: RowCache, rows: slice, tokens: Sequence[Sequence[int]]) -> Tensor:
     """Read ``tokens``, a list for each of ``rows``, into the cache; returns logits (b, V) after the last of each."""
@@ -118,7 +126,7 @@ def feed(model: Any, cache: RowCache, rows: slice, tokens: Sequence[Sequence[int
         "attention_mask": mask,
         # Padding gets the position of its row's last token: the model may have no later ones.
         "position_ids": torch.minimum(positions, positions.gather(1, last[:, None])),
-        "past_key_values": cache,
+        cache_argument(type(model)): cache,
         "use_cache": True,
     }
     logits = logits_at(model, lambda hidden: hidden[torch.arange(len(tokens), device=device), last], inputs)

@@ -188,7 +188,7 @@ def off_policy_words(lines: Sequence[Mapping[str, Any]], *, normalizes: bool, cl
     ``lines`` are those of ``metrics.jsonl``. Figures are means over optimizer steps; ``normalizes`` and ``clips`` say
     whether the algorithm does so at all.
     """
-    lines = [line for line in lines if line.get("loss/policy_updates")]
+    lines = [line for line in lines if line.get("loss/policy_updates") and line.get("loss/effective_lr") != 0]
     steps = [line["loss/policy_updates"] for line in lines]
     total = sum(steps)
     if not total:
@@ -279,8 +279,8 @@ def in_vain(metrics: Mapping[str, float]) -> str:
     else:
         outcome = "no step had a gradient"
     return (
-        f"no trajectory succeeded, and none was better than another, so {outcome}: start with --stage sft, or with an "
-        "easier task"
+        f"no trajectory succeeded, and none was better than another, so {outcome}: start with --stage sft (model=tiny: "
+        "with more --sft.steps), or with an easier task"
     )
 
 

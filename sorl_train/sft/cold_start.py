@@ -78,6 +78,12 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
     display.message(
         f"cold start: {config.sft.steps} supervised steps on {len(demos)} demonstrations, cached for later runs"
     )
+    unknown = sum(tokenizer.unk_token_id in demo.token_ids for demo in demos)
+    if unknown:
+        display.message(
+            f"{unknown} of them hold words that the task's vocabulary lacks, which the policy cannot read or write: "
+            "sorl-check-task names them"
+        )
     with display.stage("cold start", config.sft.steps) as advance:
         fine_tune(
             model,

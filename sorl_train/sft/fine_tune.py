@@ -70,17 +70,21 @@ def expert_demos(env: ToolUseEnv, tokenizer: Tokenizer, count: int, *, use_chat_
     """The expert's trajectories on the first ``count`` examples, without those on which it gives up. Raises
     ``UserError`` if it fails on all of them."""
     demos, solved, tried = [], 0, min(count, len(env.examples.examples))
+    failed = ""  # how the first one ended that earned nothing
     for index in range(tried):
         job = RolloutJob(id=f"demo-{index}", group_id=f"demo-{index}", example_index=index, seed=0)
         trajectory = expert_trajectory(env.spawn(), tokenizer, job, use_chat_template=use_chat_template)
         if trajectory is None:
+            failed = failed or "it gives up on the first"
             continue
         solved += trajectory.reward > 0
+        if trajectory.reward <= 0:
+            failed = failed or f"the first ends with {trajectory.error or trajectory.stop_reason.value}"
         demos.append(Demo(trajectory.token_ids, trajectory.action_mask))
     if not solved:
         raise UserError(
-            f"the expert of task {env.task.name!r} failed on all of {tried} examples: "
-            f"look at it with sorl-play {env.task.name} --auto expert"
+            f"the expert of task {env.task.name!r} failed on all of {tried} examples, {failed}: see it play with "
+            "sorl-play TASK --auto expert, with the same --data and --search"
         )
     return demos
 

@@ -141,7 +141,7 @@ def test_a_tool_that_is_out_excludes_the_episode(make_task: Callable[..., Task])
     result = env.step(SEARCH)
     assert (result.terminated, result.truncated, result.reward) == (False, True, 0.0)
     assert (result.info["stop_reason"], result.info["reward_items"]) == ("error", {})
-    assert result.info["error"] == "tool search is unavailable after 1 tries: ConnectionError: refused"
+    assert result.info["error"] == "tool search is unavailable after 1 try: ConnectionError: refused"
     (call,) = result.info["tool_calls"]
     assert (call.ok, call.attempts) == (False, 1)
     env.reset()

@@ -74,7 +74,9 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
         "expert": "solves 0 of 1; the first that it does not: example '0' ends with answer, reward 0, turn "
         "'<think>x</think><answer>3</answer>'"
     }
-    assert failures(**changes, expert=lambda *_: None) == {"expert": "solves 0 of 1, gives up on 1"}
+    assert failures(**changes, expert=lambda *_: None) == {
+        "expert": "solves 0 of 1, gives up on 1: the tools do not return what it needs, so it can demonstrate nothing"
+    }
     assert failures(expert=lambda *_: None) == {}  # here gold answers show that the reward can be reached
 
 
@@ -100,6 +102,22 @@ def test_the_experts_turns_have_to_survive_the_tiny_policys_blanks() -> None:
         "model=tiny writes blanks around words and marks; with them: solves 0 of 5; the first"
     )
     assert failures(**changes | {"vocabulary": None}) == {}
+
+
+def test_the_vocabulary_has_to_hold_the_words_of_all_dialogues() -> None:
+    """A tiny policy adds those of the first 64; what comes later was silently unknown to it."""
+
+    def expert(example: Example, observations: Sequence[str]) -> str:
+        return f"<think>x</think><answer>{example.golden_answers[0]}</answer>"
+
+    rows = [Example(str(i), f"say w{i}", (f"w{i}",)) for i in range(70)]
+    changes = {"embedded": lambda split: rows, "expert": expert, "vocabulary": lambda: ["w64"]}
+    assert failures(**changes) == {
+        "tiny": "the vocabulary lacks 'w65', 'w66', 'w67', 'w68', 'w69' of these dialogues; a tiny policy reads and "
+        "writes only its words"
+    }
+    changes["vocabulary"] = lambda: [f"w{i}" for i in range(64, 70)]
+    assert failures(**changes) == {}
 
 
 def test_command_line(

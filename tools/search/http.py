@@ -152,12 +152,15 @@ class HttpSearch:
         """Identifies what is searched, in a run's manifest: the hash of the index, or the addresses if none is sent.
         Waits up to ``timeout_s`` for a server that is starting; raises UserError if none answers."""
         ends_at = time.monotonic() + self._timeout_s
+        waiting = False
         while self._fingerprint is None and not self._ask_fingerprint():
             if time.monotonic() > ends_at:
                 raise UserError(
-                    f"search_url={self.url}: no server answers; start one: sorl-serve INDEX_OR_CORPUS"
+                    f"search.url={self.url}: no server answers; start one: sorl-serve INDEX_OR_CORPUS"
                 )
-            logger.warning("waiting up to %g s for the search server at %s", self._timeout_s, self.url)
+            if not waiting:
+                logger.warning("waiting up to %g s for the search server at %s", self._timeout_s, self.url)
+            waiting = True
             time.sleep(min(1.0, self._timeout_s))
         return self._fingerprint or self.url
 

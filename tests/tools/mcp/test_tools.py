@@ -143,7 +143,7 @@ def test_odd_answers(box: Box, lie: str, reply: str, is_ok: bool) -> None:
 def test_what_is_an_outage(box: Box, lie: str, message: str) -> None:
     toolbox = box(command("liar", *lie.split()))
     assert message in outage(toolbox, "shelf", "x")
-    assert "unavailable after 1 tries" in outage(toolbox, "shelf", "x")
+    assert "unavailable after 1 try" in outage(toolbox, "shelf", "x")
 
 
 @pytest.mark.parametrize("lie", ["hang", "wrong id", "no JSON", "surrogate", "null"])

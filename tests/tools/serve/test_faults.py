@@ -106,15 +106,18 @@ def test_the_fingerprint_of_a_server_that_is_being_started(start: Any, corpus: P
     search.close()
 
 
-def test_the_fingerprint_where_nobody_answers_or_tells(faulty: FaultyServer) -> None:
+def test_the_fingerprint_where_nobody_answers_or_tells(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
     other_make = HttpSearch(faulty.url)  # its /health is no JSON that we know
     assert other_make.fingerprint == faulty.url
     other_make.close()
     gone = FaultyServer()
     gone.close()
-    search = HttpSearch(gone.url, timeout_s=0.5)
+    search = HttpSearch(gone.url, timeout_s=1.5)
     with pytest.raises(UserError, match="no server answers; start one: sorl-serve"):
         _ = search.fingerprint
+    assert len(caplog.records) == 1 and "waiting up to 1.5 s" in caplog.text  # said once, though it asked more often
     search.close()
 
 

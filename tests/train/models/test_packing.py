@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import json
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def decoding(model: Any) -> list[Tensor]:
 def test_packed_rows_compute_what_padded_ones_do(name: str) -> None:
     """In the trainer, and through the sampler's cache: prefill and decoding of two rows, which may share keys."""
     model = build(*EXACT[name])
-    before, decoded = model.config._attn_implementation, decoding(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "`past_key_values` is deprecated")
+        before, decoded = model.config._attn_implementation, decoding(model)
     why = try_packing(model, 256)
     if name in PADDED_ONLY:
         assert why is not None and any(reason in why for reason in PADDED_ONLY[name])

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env import Task, ToolUseEnv, UserError, parse_turn
 from sorl_tasks.minihop import TASK, minihop
+from sorl_train.cli import main
 from sorl_train.models.tiny import build_tiny_policy, task_texts
+from sorl_train.sft.fine_tune import expert_demos
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,46 @@ def dialogues(task: Task, split: str, count: int) -> list[list[str]]:
             ended = result.terminated or result.truncated
         found.append(texts)
     return found
+
+
+@pytest.mark.parametrize(
+    ("expert", "how"),
+    [
+        (lambda *_: None, "it gives up on the first"),
+        (lambda *_: "<think>x</think><answer>none</answer>", "the first ends with answer"),
+        (lambda *_: "<search>", "the first ends with invalid"),
+    ],
+)
+def test_an_expert_that_solves_nothing_is_told_so(expert: Any, how: str, tokenizer: Any) -> None:
+    env = ToolUseEnv(dataclasses.replace(TASK, expert=expert))
+    with pytest.raises(UserError, match=f"failed on all of 3 examples, {how}: see it play with sorl-play TASK"):
+        expert_demos(env, tokenizer, 3, use_chat_template=False)
+
+
+OPEN_VOCABULARY = """
+from sorl_env import Example, Task
+
+rows = [Example(str(i), f"say w{i}", (f"w{i}",)) for i in range(70)]
+TASK = Task(
+    "open", lambda example: example.question, lambda example, turns: {"a": 1.0}, lambda row: rows[0], [],
+    embedded=lambda split: rows,
+    expert=lambda example, seen: f"<think>x</think><answer>{example.golden_answers[0]}</answer>",
+    vocabulary=lambda: ["say"],
+)
+"""
+
+
+def test_a_cold_start_says_what_the_vocabulary_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SORL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "open.py").write_text(OPEN_VOCABULARY)
+    short = "--tiny.hidden_size 16 --tiny.num_layers 1 --tiny.num_heads 2 --sft.num_demos 70 --sft.steps 1"
+    words = ["--task", str(tmp_path / "open.py"), "--run_dir", str(tmp_path / "run"), *short.split()]
+    more = "--rollout.batch_size 4 --update.mini_batch_size 4 --update.steps 1 --eval.num_examples_final 1"
+    assert main([*words, *more.split()]) == 0
+    said = capsys.readouterr().out
+    assert "on 70 demonstrations" in said and "6 of them hold words that the task's vocabulary lacks" in said
 
 
 # -- the tokenizer ---

@@ -320,6 +320,7 @@ TRUST = {"trust_moves_back": 0.0, "trust_scale": 1.0}
             "Over 12 optimizer steps, 0.12% of tokens were clipped; the trust region moved weights back once and ended "
             "at 0.33 of the learning rate; normalization shortened no step.",
         ),
+        ([line() | {"loss/effective_lr": 0.0}], True, True, ""),  # no step was taken
         (
             [line(**TRUST)],
             True,
