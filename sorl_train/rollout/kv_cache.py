@@ -106,14 +106,15 @@ class RowCache:
 
 
 @functools.cache
-def cache_argument(model: type) -> str:
-    """The name under which a model's ``forward`` takes its cache: transformers 5.24 begins to rename it."""
+def cache_argument(model: Any) -> str:
+    """The name under which the ``forward`` of a class of models takes its cache: transformers 5.24 begins to rename it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @torch.inference_mode()
 def feed(model: Any, cache: RowCache, rows: slice, tokens: Sequence[Sequence[int]]) -> Tensor:
     """Read ``tokens``, a list for each of ``rows``, into the cache; returns logits (b, V) after the last of each."""
+    kind: Any = type(model)
     device = cache.data.device
     counts = np.fromiter((len(new) for new in tokens), dtype=np.int64)
     columns = np.zeros((len(tokens), counts.max()), dtype=np.int64)
@@ -126,7 +127,7 @@ def feed(model: Any, cache: RowCache, rows: slice, tokens: Sequence[Sequence[int
         "attention_mask": mask,
         # Padding gets the position of its row's last token: the model may have no later ones.
         "position_ids": torch.minimum(positions, positions.gather(1, last[:, None])),
-        cache_argument(type(model)): cache,
+        cache_argument(kind): cache,
         "use_cache": True,
     }
     logits = logits_at(model, lambda hidden: hidden[torch.arange(len(tokens), device=device), last], inputs)
