@@ -185,7 +185,8 @@ class LossConfig:
     """Weight of the KL to the reference model; 0 loads no reference. Paper: 0.001."""
     kl_type: Annotated[KLKind, needs("loss.kl_coef")] = "k2"
     """KL estimator. In the loss use k2, whose gradient is the KL's: that of k3 explodes on tokens that became unlikely,
-    and that of k1 is 0 in expectation. In the reward use k1, which is unbiased there."""
+    and that of k1 is 0 in expectation. k3_unbiased weighs k3 by the ratio, as DeepSeek-V3.2 does. In the reward use k1,
+    which is unbiased there."""
     kl_in: Annotated[Literal["loss", "reward"], needs("loss.kl_coef")] = "loss"
     """Whether the KL is a term of the loss or of the reward."""
     entropy_coef: NonNegativeFloat = 0.0

@@ -49,7 +49,7 @@ def estimate_advantages(batch: Batch, kind: AdvantageKind, loss: LossConfig) -> 
     rewards = batch.token_rewards
     if batch.ref_log_probs is not None and loss.kl_in == "reward":
         assert batch.old_log_probs is not None
-        kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type)
+        kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type, batch.old_log_probs)
         rewards = rewards - loss.kl_coef * kl.masked_fill(~batch.action_mask, 0.0)
     if kind != "gae":
         advantages = _compared(batch, rewards, kind, loss)

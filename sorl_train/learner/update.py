@@ -183,9 +183,10 @@ class PolicyUpdate:
             with torch.set_grad_enabled(learns):
                 found = self.backend.log_probs(micro, micro.loss_mask, entropy=True, logit_scale=True)
             assert found.entropy is not None
+            old = _old_log_probs(micro, found.log_probs.detach())
             output = policy_loss(
                 found.log_probs,
-                _old_log_probs(micro, found.log_probs.detach()),
+                old,
                 micro.advantages,
                 micro.loss_mask,
                 micro.turn_ids,
@@ -198,7 +199,7 @@ class PolicyUpdate:
             if objective.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
                 losses["policy"] = losses["policy"] - objective.entropy_coef * losses["entropy"]
             if micro.ref_log_probs is not None:
-                penalty = kl_penalty(found.log_probs, micro.ref_log_probs, objective.kl_type)
+                penalty = kl_penalty(found.log_probs, micro.ref_log_probs, objective.kl_type, old)
                 losses["ref_kl"] = aggregate(penalty, micro.loss_mask, **how)
                 if self.kl_coef:
                     losses["policy"] = losses["policy"] + self.kl_coef * losses["ref_kl"]

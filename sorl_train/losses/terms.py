@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sorl_train.algorithms import Aggregation, KLKind, check_choice
-from sorl_train.losses.segments import MAX_LOG_RATIO
+from sorl_train.losses.segments import MAX_LOG_RATIO, importance_ratio
 
 
 def check_shapes(reference: Tensor, **others: Tensor) -> None:
@@ -74,13 +74,18 @@ def sum_over_ranks(*values: float) -> tuple[float, ...]:
     return tuple(packed.tolist())
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k2") -> Tensor:
-    """Per-token (B, T) estimate of KL(policy || reference) from tokens the policy sampled.
+def kl_penalty(
+    log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k2", old_log_probs: Tensor | None = None
+) -> Tensor:
+    """Per-token (B, T) estimate of KL(policy || reference) from tokens that the policy of ``old_log_probs`` sampled.
 
     With d = log pi - log pi_ref, clamped to +-20: ``k1`` = d, unbiased, the one for a penalty in the reward;
     ``k2`` = d^2 / 2, whose gradient is that of the KL; ``k3`` = exp(-d) - 1 + d, unbiased and never negative.
     As a term of the loss, ``k1`` has a gradient of 0 in expectation, so it has no effect. The gradient of ``k2`` is d
     and that of ``k3`` is 1 - exp(-d). At d = -19, a token that has become very unlikely, these are -19 and -1.8e8.
+    ``k3_unbiased`` is ``k3`` times the importance ratio p / p_old (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): its
+    value and its gradient are in expectation those of the KL after the policy has moved, too. It alone needs
+    ``old_log_probs``.
     """
     check_choice("kl kind", kind, get_args(KLKind))
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
@@ -89,7 +94,12 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: KLKind = "k2") ->
         return diff
     if kind == "k2":
         return 0.5 * diff.square()
-    return torch.expm1(-diff) + diff
+    k3 = torch.expm1(-diff) + diff
+    if kind == "k3":
+        return k3
+    if old_log_probs is None:
+        raise ValueError("kl_penalty with k3_unbiased needs old_log_probs, those of the policy that sampled")
+    return importance_ratio(log_probs.to(dtype) - old_log_probs.to(dtype)) * k3
 
 
 def value_loss(

@@ -125,6 +125,7 @@ def openrlhf_flags(
     has_critic = config.algorithm.needs_critic
     settings = flatten(config)
     flags = {name: settings[setting] for name, setting in COPIED.items()}
+    flags["algo.kl.estimator"] = str(config.loss.kl_type).removesuffix("_unbiased")  # the loss is our own
     flags |= {
         "actor.model_name_or_path": _everywhere(model),
         "train.agent_func_path": str(AGENT),

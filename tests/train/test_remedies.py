@@ -170,6 +170,24 @@ def test_hooks_reach_the_step(tiny_folder: str, batch: Batch, monkeypatch: pytes
     assert not nothing.any() and found["loss/signal_frac"] == 0.0
 
 
+def test_the_unbiased_kl_is_weighed_by_the_ratio(tiny_folder: str, batch: Batch) -> None:
+    """Each token twice as likely as when it was sampled: the estimate is twice that of k3."""
+    assert batch.old_log_probs is not None
+    moved = batch.with_fields(
+        old_log_probs=batch.old_log_probs - math.log(2.0), ref_log_probs=batch.old_log_probs - 0.5
+    )
+    found = {}
+    for kind in ("k3", "k3_unbiased"):
+        settings = short_config(algo="ppo", **{"loss.kl_coef": 0.1, "loss.kl_type": kind})
+        model, means = load_policy(tiny_folder), Means()
+        PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters())), settings).step(
+            moved, 0.1, means
+        )
+        found[kind] = means.result()["loss/ref_kl"]
+    assert found["k3"] == pytest.approx(math.exp(-0.5) - 0.5, rel=1e-4)
+    assert found["k3_unbiased"] == pytest.approx(2 * found["k3"], rel=1e-4)
+
+
 def test_a_remedy_is_trained_and_resumed(tmp_path: Path) -> None:
     """A rate that leaves the region at once: the weights go back, the rate stays, and both states are kept."""
     shared = {"optim__lr": 0.1, "optim__warmup_ratio": 0.0, "optim__schedule": "constant"}

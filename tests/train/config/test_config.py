@@ -178,7 +178,7 @@ def test_loading_leaves_its_input_alone() -> None:
         ("hardware: {gradient_checkpointing: 1}", ["should be a valid boolean, it is 1"]),
         ("task_args: [1]", ["task_args should be a valid dictionary, it is [1]"]),
         ("algo: so_pppo", ["c.yaml: algo: unknown algorithm 'so_pppo'", "Did you mean 'so_ppo'"]),
-        ("loss: {kl_type: k9}", ["loss.kl_type should be 'k1', 'k2' or 'k3', it is 'k9'"]),
+        ("loss: {kl_type: k9}", ["loss.kl_type should be 'k1', 'k2', 'k3' or 'k3_unbiased', it is 'k9'"]),
         ("algos: {grpo: {rolout: {}}}", ["algos.grpo: unknown key 'rolout'", "'rollout"]),
         (
             "algos: {grpo: {rollout: {group_size: x}}}",

@@ -189,6 +189,11 @@ def test_kl_by_hand() -> None:
     assert kl_penalty(log_probs, ref, "k1")[0].tolist() == pytest.approx([0.5, -1.0])
     assert kl_penalty(log_probs, ref, "k2")[0].tolist() == pytest.approx([0.125, 0.5])
     assert kl_penalty(log_probs, ref, "k3")[0].tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2])
+    old = log_probs - math.log(2.0)  # the tokens are twice as likely as when they were sampled
+    twice = kl_penalty(log_probs, ref, "k3_unbiased", old)[0].tolist()
+    assert twice == pytest.approx([2 * (math.exp(-0.5) - 0.5), 2 * (math.e - 2)])
+    with pytest.raises(ValueError, match="k3_unbiased needs old_log_probs"):
+        kl_penalty(log_probs, ref, "k3_unbiased")
     with pytest.raises(ValueError, match="unknown kl kind 'k4'"):
         kl_penalty(log_probs, ref, "k4")
 
@@ -213,12 +218,16 @@ def test_kl_estimates_in_expectation() -> None:
         )[0]
 
     torch.testing.assert_close(sampled_gradient("k2"), kl_gradient)
+    log_old = torch.log_softmax(torch.randn(6, dtype=F64, generator=g), 0)  # another policy sampled
+    moved = (log_old.exp() * kl_penalty(log_p, log_q, "k3_unbiased", log_old)).sum()
+    torch.testing.assert_close(moved, kl)
+    torch.testing.assert_close(torch.autograd.grad(moved, logits, retain_graph=True)[0], kl_gradient)
     torch.testing.assert_close(sampled_gradient("k1"), torch.zeros_like(kl_gradient), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3_unbiased"])
 def test_kl_stays_finite(kind: str) -> None:
     log_probs = torch.tensor([[-1e5, 0.0]], requires_grad=True)
-    kl = kl_penalty(log_probs, torch.tensor([[0.0, -1e5]]), kind)
+    kl = kl_penalty(log_probs, torch.tensor([[0.0, -1e5]]), kind, torch.zeros(1, 2))
     kl.sum().backward()
     assert torch.isfinite(kl).all() and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()

@@ -54,6 +54,8 @@ def test_the_papers_placement() -> None:
     check(config)
     place = Placement.of(config.cluster)
     assert (place.ranks, place.gpus, place.shared) == (8, 8, True)
+    unbiased = settings(loss__kl_coef=0.1, loss__kl_type="k3_unbiased")
+    assert flags(unbiased)["algo.kl.estimator"] == "k3"  # OpenRLHF knows no other, and the loss is ours
     made = flags(config)
     assert made["vllm.tensor_parallel_size"] == 4 and made["vllm.num_engines"] == 2
     assert made["train.batch_size"] == 256 and made["train.micro_batch_size"] == 8
