@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sorl_env.envs.prompts import check_prompts
 from sorl_env.envs.text_env import TextEnv
+from sorl_env.errors import UserError
 from sorl_env.rollout import RolloutJob, RolloutSettings
 from sorl_env.trajectory import Trajectory, write_jsonl
 from sorl_env.trajectory.token_classes import TokenClassifier
@@ -101,8 +102,14 @@ class LocalEngine:
             self.optimizers["critic"] = adamw(critic, config.optim, config.optim.critic_lr)
             self.critic_update = CriticUpdate(TorchBackend(critic, self.optimizers["critic"], **how), config)
         self.reference: TorchBackend | None = None
+        teacher = config.loss.kl_model
+        if teacher and load_tokenizer(teacher).get_vocab() != self.tokenizer.get_vocab():
+            raise UserError(
+                f"loss.kl_model {teacher} has another tokenizer than {self.model_folder}, so it cannot score this "
+                "policy's tokens: choose a model of the same family"
+            )
         if config.loss.kl_coef > 0:
-            reference = load_policy(self.model_folder, **loading)
+            reference = load_policy(config.loss.kl_model or self.model_folder, **loading)
             self.reference = TorchBackend(reference.requires_grad_(False).eval(), **how)
         self.check_mismatch = partial(
             check_mismatch,

@@ -155,7 +155,7 @@ def _kl_doubts(loss: LossConfig) -> list[str]:
     """What is wrong with the estimator of the KL where it stands (``losses.terms``)."""
     if not loss.kl_coef or (loss.kl_type == "k1") == (loss.kl_in == "reward"):
         return []
-    if loss.kl_in == "loss":
+    if loss.kl_in != "reward":
         return ["loss.kl_type k1 has no effect in the loss, where its gradient is 0 in expectation: use k2"]
     return [
         f"loss.kl_type {loss.kl_type} in the reward is another penalty than the KL: use k1 with loss.kl_in=reward"

@@ -138,6 +138,7 @@ NAMES_ELSEWHERE = {
     "learning_rate": ("optim.lr", "sft.lr"),
     "kl": ("loss.kl_coef", "update.trust_kl", "update.target_kl"),
     "beta": ("loss.kl_coef",),
+    "teacher_model": ("loss.kl_model",),
     "num_generations": ("rollout.group_size",),
     "max_steps": ("update.steps", "sft.steps"),
     "num_train_epochs": ("update.steps", "update.epochs"),

@@ -187,8 +187,15 @@ class LossConfig:
     """KL estimator. In the loss use k2, whose gradient is the KL's: that of k3 explodes on tokens that became unlikely,
     and that of k1 is 0 in expectation. k3_unbiased weighs k3 by the ratio, as DeepSeek-V3.2 does. In the reward use k1,
     which is unbiased there."""
-    kl_in: Annotated[Literal["loss", "reward"], needs("loss.kl_coef")] = "loss"
-    """Whether the KL is a term of the loss or of the reward."""
+    kl_in: Annotated[
+        Literal["loss", "reward", "alone"],
+        needs("loss.kl_coef"),
+        LocalOnly(("loss", "reward"), ""),
+    ] = "loss"
+    """Whether the KL is a term of the loss or of the reward, or the whole loss, whatever the rewards (alone)."""
+    kl_model: Annotated[str | None, needs("loss.kl_coef"), LOCAL] = None
+    """Model that the KL is measured to: a better one with the same tokenizer is a teacher, for on-policy
+    distillation, with a kl_coef of about 1. None: the policy that the run begins with."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     value_clip: Annotated[PositiveFloat | None, CRITIC] = None

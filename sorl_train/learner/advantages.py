@@ -44,13 +44,17 @@ def prepare(batch: Batch, config: TrainConfig) -> tuple[Batch, dict[str, float]]
 def estimate_advantages(batch: Batch, kind: AdvantageKind, loss: LossConfig) -> Batch:
     """Fill in advantages and returns, (B, T): GAE over the critic's values, or advantages from comparing rollouts.
 
-    It takes the whole rollout batch, because groups and states lie across its pieces.
+    It takes the whole rollout batch, because groups and states lie across its pieces. Where the KL to the reference is
+    the whole loss, both are 0.
     """
     rewards = batch.token_rewards
     if batch.ref_log_probs is not None and loss.kl_in == "reward":
         assert batch.old_log_probs is not None
         kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, loss.kl_type, batch.old_log_probs)
         rewards = rewards - loss.kl_coef * kl.masked_fill(~batch.action_mask, 0.0)
+    if loss.kl_in == "alone":
+        zeros = torch.zeros_like(rewards)
+        return batch.with_fields(advantages=zeros, returns=zeros)
     if kind != "gae":
         advantages = _compared(batch, rewards, kind, loss)
         return batch.with_fields(advantages=advantages, returns=torch.zeros_like(advantages))

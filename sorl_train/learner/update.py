@@ -70,7 +70,10 @@ class PolicyUpdate:
         self.total_steps = config.update.steps * steps_of_batch(config.rollout.batch_size, config.update)
         self.loss_settings = loss_settings(config)
         self.algorithm = config.algorithm
-        self.kl_coef = config.loss.kl_coef if config.loss.kl_in == "loss" else 0.0
+        self.kl_coef = config.loss.kl_coef if config.loss.kl_in != "reward" else 0.0
+        self.has_teacher = self.kl_coef > 0 and (
+            config.loss.kl_model is not None or config.loss.kl_in == "alone"
+        )
         limit = config.update.trust_kl if is_rl else None
         make = self.algorithm.trust or TrustRegion
         self.trust = None if limit is None else make(limit, config.update.trust_max_scale)
@@ -116,6 +119,7 @@ class PolicyUpdate:
         scales = self._normalization(stats)
         # without advantages Adam's momentum would move the weights, unseen by the trust region
         skips = self.config.update.skip_without_signal or self.trust is not None
+        skips = skips and not self.has_teacher  # which every token learns from
         if not float(stats.tokens) or (skips and not float(stats.signal)):
             scales = dataclasses.replace(scales, update_scale=0.0)
         rate, clip = lr * scales.update_scale, self.config.optim.max_grad_norm

@@ -55,7 +55,8 @@ def plan_text(config: TrainConfig) -> str:
     if config.stage == "rl" and config.algorithm.needs_critic:
         parts[-1][1].append(f"critic: {shape.critic_parameters:,} parameters")
     if config.stage == "rl" and config.loss.kl_coef > 0:
-        parts[-1][1].append("reference: a frozen copy of the policy (none with loss.kl_coef=0)")
+        which = config.loss.kl_model or "a frozen copy of the policy"
+        parts[-1][1].append(f"reference: {which} (none with loss.kl_coef=0)")
     if config.engine == "openrlhf":
         memory, model = estimate_cluster_memory(config, shape, env.limits), start_folder(config)
         run_dir, on_cpu = RunDir(Path(config.run_dir or "RUN_DIR")), config.hardware.device == "cpu"

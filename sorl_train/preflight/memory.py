@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from sorl_env.task import Limits
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.log_probs import CPU_CHUNK, GPU_CHUNK
-from sorl_train.models.policy import ModelShape
+from sorl_train.models.policy import ModelShape, model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.rollout.sampler import KEPT_CACHE
 
@@ -110,6 +110,7 @@ def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, comp
     """What one machine needs; ``compute_bytes`` is 4 for float32 and 2 for bfloat16."""
     update, tokens, actions = config.update, limits.max_trajectory_tokens, _action_tokens(limits)
     critic = shape.critic_parameters if config.algorithm.needs_critic else 0
+    reference = model_shape(config.loss.kl_model) if config.loss.kl_model else shape
     trained = shape.trained + critic
     micro = min(update.micro_batch_size, update.mini_batch_size)
     critic_micro = min(update.critic_micro_batch_size, update.mini_batch_size) if critic else 0
@@ -131,7 +132,7 @@ def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, comp
             "weights": 4 * (shape.parameters + critic),
             "gradients": 4 * trained,
             "optimizer": 8 * trained,
-            "reference": 4 * shape.parameters if config.loss.kl_coef > 0 else 0,
+            "reference": 4 * reference.parameters if config.loss.kl_coef > 0 else 0,
         },
         phases={
             "sampling": sampling,

@@ -349,3 +349,25 @@ def test_lora_resumes_exactly_and_its_checkpoints_are_plain_folders(tmp_path: Pa
     base = AutoModelForCausalLM.from_pretrained(resolve_model(short_config(**settings), QuietDisplay()))
     moved = [n for n, p in plain.named_parameters() if not torch.equal(p, base.get_parameter(n))]
     assert moved and all("proj" in name for name in moved)
+
+
+def test_a_teacher_has_to_share_the_tokenizer_and_its_kl_is_what_falls(
+    tiny_folder: str, random_policy: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """On-policy distillation: a random student comes nearer to a cold-started teacher, without any reward."""
+    teacher, _ = train_short(tmp_path / "teacher", update__steps=1)
+    options = {
+        "loss__kl_model": str(teacher.checkpoints / "best" / "policy"),
+        "loss__kl_in": "alone",
+        "loss__kl_coef": 1.0,
+    }
+    options |= {"model": tiny_folder, "optim__lr": 3e-3, "optim__warmup_ratio": 0.0, "update__steps": 8}
+    run_dir, _ = train_short(tmp_path / "student", **options)
+    lines = read_metrics(run_dir.metrics)[1:]
+    assert lines[-1]["loss/ref_kl"] < 0.5 * lines[0]["loss/ref_kl"]
+    assert all(line["loss/signal_frac"] == 0.0 for line in lines)
+    model, tokenizer = random_policy
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "stranger")
+    with pytest.raises(UserError, match="another tokenizer"):
+        train_short(tmp_path / "other", **options | {"loss__kl_model": str(tmp_path / "stranger")})

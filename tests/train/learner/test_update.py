@@ -13,6 +13,7 @@ from sorl_env.rollout import RolloutJob
 from sorl_env.trajectory import StopReason, Trajectory
 from sorl_train.config.seeds import generator
 from sorl_train.config.settings import TrainConfig
+from sorl_train.learner.advantages import estimate_advantages
 from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.optimizer_step import Means, NonFiniteError
@@ -184,6 +185,32 @@ def test_a_mini_batch_without_advantages_moves_nothing_if_asked(
     after = weights_of(model)
     assert torch.equal(before, after) == skip
     assert silent.result()["loss/signal_frac"] == 0.0 < means.result()["loss/signal_frac"]
+
+
+def test_a_teacher_alone_moves_each_token_by_its_log_ratio(
+    tiny_folder: str, trajectories: list[Trajectory]
+) -> None:
+    """The reverse KL's gradient is the mean over tokens of (log p - log q) d log p; rewards have no part in it, and a
+    trust region, which skips mini-batches without advantages, takes the step."""
+    options = {"loss.kl_in": "alone", "loss.kl_coef": 1.0, "loss.kl_type": "k2", "optim.max_grad_norm": None}
+    config = short_config(**options, **{"loss.aggregation": "token_mean", "update.trust_kl": 1.0})
+    batch = collate(trajectories)
+    teacher = torch.randn(batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(1)) - 3.0
+    batch = batch.with_fields(ref_log_probs=teacher * batch.action_mask)
+    batch = estimate_advantages(batch, config.algorithm.advantage, config.loss)
+    assert batch.advantages is not None and not batch.advantages.any()
+
+    model = load_policy(tiny_folder, "cpu")
+    before, mask = weights_of(model), batch.loss_mask
+    found = action_stats(model, batch.token_ids, mask, temperature=1.0).log_probs
+    ((found.detach() - teacher) * found)[mask].mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=0.1)), config)
+    model.zero_grad()
+    update.begin_batch()
+    update.step(batch, 0.1, Means())
+    torch.testing.assert_close(before - weights_of(model), 0.1 * gradient, atol=1e-6, rtol=1e-4)
+    assert float(gradient.norm()) > 0.1
 
 
 def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(
