@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sorl_train.algorithms import Algorithm
-from sorl_train.learner.backend import HeldWeights
 from sorl_train.learner.trust_region import SHRINK, TrustRegion
 from sorl_train.losses.segments import importance_ratio
 from sorl_train.losses.terms import sum_over_ranks
@@ -126,21 +125,20 @@ def effective_size(
 class BackAlone(TrustRegion):
     """Goes back, and leaves the learning rate as it is."""
 
-    def go_back(self, weights: Any, kl: float, move: int) -> None:
+    def go_back(self, kl: float) -> None:
         scale = self.scale
-        super().go_back(weights, kl, move)
+        super().go_back(kl)
         self.scale = scale
 
 
 class ShrinkAlone(TrustRegion):
     """Shrinks the learning rate by as much as the trust region does, and leaves the weights where they are."""
 
-    def pull_back_until_inside(self, held: HeldWeights, measure: Callable[[], float]) -> float:
-        kl = measure()
+    def step(self, kl: Any) -> bool:
         self.largest = max(self.largest, kl)
         if kl > self.limit:
             self.scale *= min(max(math.sqrt(self.target / kl), SHRINK[0]), SHRINK[1])
-        return kl
+        return False
 
 
 class KLAdaptive(TrustRegion):
@@ -151,21 +149,24 @@ class KLAdaptive(TrustRegion):
     region, a mini-batch without advantages takes no step.
     """
 
-    def begin(self, weights: Any) -> None:
+    def begin(self) -> None:
         self.largest, self._moved = 0.0, False
 
-    def pull_back_until_inside(self, held: HeldWeights, measure: Callable[[], float]) -> float:
-        kl, self._before = measure(), self.scale
+    def step(self, kl: Any) -> bool:
         self.largest = max(self.largest, kl)
         if self._moved and kl > 2.0 * self.limit:
             self.scale = max(0.01, self.scale / 1.5)
         elif self._moved and 0.0 < kl < 0.5 * self.limit:
             self.scale = min(10.0, self.scale * 1.5)
         self._moved = True
-        return kl
+        return False
 
-    def end(self) -> None:
-        self.scale = self._before
+    def end(self, kl: Any, *, learned: bool = True) -> bool:
+        before = self.scale
+        self.step(kl)
+        if learned:
+            self.scale = before
+        return False
 
 
 _CISPO = {"loss.clip_eps_high": 19.0}  # REINFORCE with the ratio, a constant up to 20

@@ -65,7 +65,7 @@ class Algorithm:
     # rate of an optimizer step is multiplied by, of this rank's share of the mini-batch, the same number on all ranks
     weight: Callable[..., Any] | None = None
     step_scale: Callable[..., float] | None = None
-    trust: Callable[[float, float], Any] | None = None  # makes what takes the place of ``TrustRegion``
+    trust: Callable[..., Any] | None = None  # makes what takes the place of ``TrustRegion``
 
     def __post_init__(self) -> None:
         check_choice("ratio level", self.ratio, get_args(RatioLevel))

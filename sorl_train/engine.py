@@ -128,7 +128,7 @@ class LocalEngine:
             state = self.recorder.restore(folder)
             self.step = state["step"]
             if self.policy_update.trust is not None and "trust" in state:  # older versions have none
-                self.policy_update.trust.load(state["trust"])
+                self.policy_update.trust.load_state_dict(state["trust"])
 
     @property
     def longest(self) -> int:
@@ -304,7 +304,7 @@ class LocalEngine:
     def save(self) -> None:
         """Write a checkpoint of the current step."""
         trust = self.policy_update.trust
-        state = {} if trust is None else {"trust": trust.state()}
+        state = {} if trust is None else {"trust": trust.state_dict()}
         self.recorder.save_checkpoint(self.step, self._save_policy, self._save_rest, state)
 
     def save_best(self) -> None:

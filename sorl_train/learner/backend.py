@@ -1,8 +1,7 @@
 """What an update needs of whatever holds a model's weights, gradients and optimizer.
 
 ``PolicyUpdate`` and ``CriticUpdate`` are the algorithm; a ``Backend`` is one way to run a model. ``TorchBackend`` is a
-plain torch module on one device, ``openrlhf.deepspeed_backend`` a DeepSpeed engine with weights split over ranks. TRL
-keeps its own training loop, so the trust region alone asks it, for ``HeldWeights``.
+plain torch module on one device, ``openrlhf.deepspeed_backend`` a DeepSpeed engine with weights split over ranks.
 """
 
 from __future__ import annotations
@@ -20,20 +19,7 @@ from sorl_train.models.forward import action_stats, autocast
 from sorl_train.models.packing import uses_packing
 
 
-class HeldWeights(Protocol):
-    """Weights that the trust region can move back."""
-
-    def weights(self) -> Sequence[Tensor]:
-        """The weights that the optimizer steps on, as this rank holds them: each of its own shape, in a fixed order."""
-
-    def sync_weights(self) -> None:
-        """Bring copies of ``weights`` up to date after they were moved."""
-
-    def discard_gradient(self) -> None:
-        """Forget the gradient since the last step, if there is one."""
-
-
-class Backend(HeldWeights, Protocol):
+class Backend(Protocol):
     """A model, its gradient and its optimizer."""
 
     model: Any  # the torch module
@@ -60,6 +46,15 @@ class Backend(HeldWeights, Protocol):
 
         Returns the gradient's norm before both. If that is not finite, on any rank, no step is taken.
         """
+
+    def weights(self) -> Sequence[Tensor]:
+        """The weights that the optimizer steps on, as this rank holds them: each of its own shape, in a fixed order."""
+
+    def sync_weights(self) -> None:
+        """Bring copies of ``weights`` up to date after they were moved."""
+
+    def discard_gradient(self) -> None:
+        """Forget the gradient since the last step, if there is one."""
 
 
 class TorchBackend:

@@ -10,24 +10,43 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from sorl_env.errors import UserError
 from sorl_env.outside import call_outside
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.backend import Backend
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.learner.optimizer_step import Means, NonFiniteError, mean_over, on_device
-from sorl_train.learner.trust_region import TrustRegion, token_kl
+from sorl_train.learner.trust_region import NoisyKLError, TrustRegion
 from sorl_train.learner.update_settings import learning_rates, loss_settings, steps_of_batch
 from sorl_train.losses.clip_bias import LossStats, Normalization, normalization
 from sorl_train.losses.log_probs import TokenStats
 from sorl_train.losses.policy import LossOutput, policy_loss
 from sorl_train.losses.terms import aggregate, kl_penalty, sum_over_ranks, value_loss
 from sorl_train.models.forward import disable_dropout
+
+
+def token_kl(log_probs: Tensor, batch: Batch) -> float:
+    """The mean token KL to the policy that the update of the batch began with, over the loss tokens of all ranks.
+
+    The estimate is mean(log_ratio^2) / 2, as in ``loss/approx_kl``. Infinite where a log-probability is not finite, and
+    0 without tokens.
+
+    ``log_probs`` (B, T) are those of the current weights.
+    """
+    began = batch.began_log_probs
+    if began is None:  # these very weights began the batch
+        return 0.0
+    mask = batch.loss_mask.cpu()
+    log_ratio = (log_probs.cpu() - began.cpu())[mask].double()
+    squares, tokens = sum_over_ranks(float(log_ratio.square().sum()), float(len(log_ratio)))
+    return 0.5 * squares / max(tokens, 1.0) if math.isfinite(squares) else math.inf
 
 
 class _Totals:
@@ -76,12 +95,12 @@ class PolicyUpdate:
         )
         limit = config.update.trust_kl if is_rl else None
         make = self.algorithm.trust or TrustRegion
-        self.trust = None if limit is None else make(limit, config.update.trust_max_scale)
+        self.trust = None if limit is None else make(backend.weights, limit, config.update.trust_max_scale)
 
     def begin_batch(self) -> None:
         """Called before the first step on a rollout batch."""
         if self.trust is not None:
-            self.trust.begin(self.backend.weights())
+            self.trust.begin()
 
     def steps(
         self, minis: Iterable[Batch], done: int, means: Means
@@ -144,9 +163,8 @@ class PolicyUpdate:
         if self.trust is None or not len(sample):
             return
         self.backend.model.eval()
-        kl = self.trust.pull_back_until_inside(self.backend, lambda: self._kl(sample))
-        if means.any("signal_frac"):
-            self.trust.end()
+        end = partial(self.trust.end, learned=means.any("signal_frac"))
+        kl = self._move_back(end, lambda: self._kl(sample))
         means.add(
             trust_kl=kl,
             trust_kl_max=self.trust.largest,
@@ -172,9 +190,19 @@ class PolicyUpdate:
             totals = self._accumulate(mini)
             return token_kl(totals.log_probs, mini)
 
-        trust.pull_back_until_inside(self.backend, measure)
+        self._move_back(trust.step, measure)
         assert totals is not None
         return totals
+
+    def _move_back(self, step: Callable[[float], bool], measure: Callable[[], float]) -> float:
+        """``step`` of the trust region until it moves no weights; returns the KL there."""
+        try:
+            while step(kl := measure()):
+                self.backend.discard_gradient()
+                self.backend.sync_weights()
+        except NoisyKLError as error:
+            raise UserError(f"update.trust_kl: {error} (hardware.dtype=float32 with engine=local)") from error
+        return kl
 
     def _accumulate(self, mini: Batch) -> _Totals:
         """Gradients of all micro-batches, with the denominator of the whole mini-batch."""

@@ -91,12 +91,12 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
         self.actor.train()
         update, means = self.update, Means()
         if update.trust is not None and trust is not None:
-            update.trust.load(trust)
+            update.trust.load_state_dict(trust)
         for _ in update.steps(minis, done, means):
             pass
         update.end_batch(sample, means)
         torch.cuda.empty_cache()  # several processes share the GPU, and torch would keep this one's peak
-        return means.result(), None if update.trust is None else update.trust.state()
+        return means.result(), None if update.trust is None else update.trust.state_dict()
 
     def save_state(self, folder: str, states: dict[str, Any]) -> None:
         """Write this rank's shards, with the trainer's ``states``, for a resume."""

@@ -19,7 +19,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sorl_train.algorithms import ALGORITHMS, Aggregation, Algorithm, RatioLevel
-from sorl_train.learner.trust_region import TrustRegion
 from sorl_train.losses.policy import ClipRange
 from sorl_train.losses.terms import aggregate, kl_penalty
 from sorl_train.plugins.objective import Objective, clip_range, loss_algorithms
@@ -78,7 +77,7 @@ class SorlMixin:
         )
         self._trust = None
         if self.sorl.trust_kl is not None:
-            self._trust = TrustedSteps(trainer, TrustRegion(self.sorl.trust_kl, self.sorl.trust_max_scale))
+            self._trust = TrustedSteps(trainer, self.sorl.trust_kl, self.sorl.trust_max_scale)
         self._hooked: Any = None
         trainer.add_callback(_MiniBatch(trainer))
 
@@ -166,14 +165,14 @@ class SorlMixin:
         trainer: Any = self
         if self._trust is not None and trainer.args.should_save:
             folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}"
-            (folder / TRUST_FILE).write_text(json.dumps(self._trust.region.state()), encoding="utf-8")
+            (folder / TRUST_FILE).write_text(json.dumps(self._trust.region.state_dict()), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if self._trust is not None and checkpoint is not None:
             path = Path(checkpoint) / TRUST_FILE
             if path.is_file():  # the run may have been started without a trust region
-                self._trust.region.load(json.loads(path.read_text(encoding="utf-8")))
+                self._trust.region.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 class SorlGRPOTrainer(SorlMixin, GRPOTrainer):

@@ -16,21 +16,21 @@ from sorl_train.models.forward import disable_dropout
 
 
 class TrustedSteps:
-    """Asks the trust region before each optimizer step and after the last one on a rollout batch; its ``HeldWeights``.
+    """Asks the trust region before each optimizer step and after the last one on a rollout batch.
 
     A rollout batch is what TRL generates at once. The KL is that to the policy which generated it. ``trainer`` is one
     with ``SorlMixin``; weights that are split over ranks are refused.
     """
 
-    def __init__(self, trainer: Any, region: TrustRegion) -> None:
+    def __init__(self, trainer: Any, limit: float, max_scale: float) -> None:
         kind = trainer.accelerator.distributed_type
         if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
             raise ValueError(
                 f"the trust region needs whole weights on every rank, and {kind.value} splits them: leave trust_kl out"
             )
         disable_dropout(trainer.model)  # its noise would count as a KL
-        self.region = region
         self._trainer = trainer
+        self.region = TrustRegion(self._weights, limit, max_scale)
         self._mini_batch: list[dict[str, Any]] = []  # its micro-batches so far
         # those of the rollout batch, with old log-probabilities
         self._batch: list[tuple[dict[str, Any], Tensor]] = []
@@ -38,22 +38,10 @@ class TrustedSteps:
         self._signal = False
         self._again = False  # a mini-batch is computed once more
 
-    def weights(self) -> list[Tensor]:
-        """The trained parameters, each of its own shape."""
-        return [p for p in self._trainer.model.parameters() if p.requires_grad]
-
-    def sync_weights(self) -> None:
-        """There are no copies, as weights that are split are refused."""
-
-    def discard_gradient(self) -> None:
-        """Forget the gradient since the last step, and what the plug-in gathered with it."""
-        self._trainer.model.zero_grad()
-        self._trainer.objective.steps.clear()
-
     def before_micro_batch(self) -> None:
         """Begin a rollout batch where this is its first micro-batch, or the first one after a resume."""
         if self._trainer._step % self._length == 0 or not self._began:
-            self.region.begin(self.weights())
+            self.region.begin()
             self._batch, self._signal, self._began = [], False, True
 
     def begin_mini_batch(self) -> None:
@@ -72,13 +60,10 @@ class TrustedSteps:
         """While the weights are outside the region, move them back and compute the mini-batch anew."""
         steps = self._trainer.objective.steps
 
-        def measure() -> float:
-            if not steps.pending:  # discarded, because the weights were moved back
-                self._compute_again(model)
-            kl = steps.totals().metrics()["approx_kl"]
-            return kl if math.isfinite(kl) else math.inf
-
-        self.region.pull_back_until_inside(self, measure)
+        while self.region.step(steps.totals().metrics()["approx_kl"]):
+            self._trainer.model.zero_grad()
+            steps.clear()
+            self._compute_again(model)
         self._signal |= bool(steps.totals().signal)
         steps.rate = self.region.scale
 
@@ -87,10 +72,9 @@ class TrustedSteps:
         trainer = self._trainer
         if trainer._step % self._length:
             return
-        kl = self.region.pull_back_until_inside(self, self._kl)
-        if self._signal:
-            self.region.end()
         region = self.region
+        while region.end(kl := self._kl(), learned=self._signal):
+            pass
         found = {"kl": kl, "kl_max": region.largest, "moves_back": region.moves, "scale": region.scale}
         for name, value in found.items():
             trainer._metrics["train"][f"sorl/trust_{name}"].append(value)
@@ -99,6 +83,9 @@ class TrustedSteps:
     def _length(self) -> int:
         """Micro-batches between two generations."""
         return int(self._trainer.args.steps_per_generation * self._trainer.num_iterations)
+
+    def _weights(self) -> list[Tensor]:
+        return [p for p in self._trainer.model.parameters() if p.requires_grad]
 
     def _compute_again(self, model: Any) -> None:
         trainer = self._trainer

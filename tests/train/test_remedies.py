@@ -19,7 +19,6 @@ from sorl_train.lab.study import load_study
 from sorl_train.learner.backend import TorchBackend
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.optimizer_step import Means
-from sorl_train.learner.trust_region import TrustRegion
 from sorl_train.learner.update import PolicyUpdate
 from sorl_train.losses.policy import ClipRange, policy_loss
 from sorl_train.models.policy import load_policy
@@ -89,51 +88,34 @@ def test_surrogates_have_the_published_gradient() -> None:
         assert found.tolist() == pytest.approx(expected)
 
 
-class Held:
-    """One weight that began at 0 and stands at 1; the KL is its square."""
-
-    def __init__(self, trust: TrustRegion) -> None:
-        self.weight = torch.zeros(1)
-        trust.begin([self.weight])
-        trust.pull_back_until_inside(self, self.kl)
-        self.weight.fill_(1.0)
-
-    def kl(self) -> float:
-        return float(self.weight.square())
-
-    def weights(self) -> list[Tensor]:
-        return [self.weight]
-
-    def sync_weights(self) -> None: ...
-
-    def discard_gradient(self) -> None: ...
-
-
 def test_each_half_of_the_trust_region_alone() -> None:
-    """At a limit of .5 the KL is 1, so the region would take half of the step back and halve the scale."""
-    for name, (weight, scale) in {"BackAlone": (0.5, 1.0), "ShrinkAlone": (1.0, 0.5)}.items():
-        trust = REMEDIES[name](0.5, 1.0)
-        held = Held(trust)
-        trust.pull_back_until_inside(held, held.kl)
-        assert (float(held.weight), trust.scale, trust.largest) == (weight, scale, 1.0), name
-    trust.end()
-    assert trust.scale == 0.5  # the recent maximum is the limit
+    """A weight began at 0 and stands at 1; the KL is its square. At a limit of .5 the region would take half of the
+    step back and halve the scale."""
+    for name, (place, scale) in {"BackAlone": (0.5, 1.0), "ShrinkAlone": (1.0, 0.5)}.items():
+        weight = torch.zeros(1)
+        trust = REMEDIES[name](lambda weight=weight: [weight], 0.5, 1.0)
+        trust.begin()
+        assert not trust.step(0.0)
+        weight.fill_(1.0)
+        while trust.end(float(weight.square())):
+            pass
+        assert (float(weight), trust.scale, trust.largest) == (place, scale, 1.0), name
+        assert trust.recent_max_kl == 0.5  # the limit
 
 
 def test_the_rate_follows_the_kl() -> None:
-    trust = REMEDIES["KLAdaptive"](0.1, 1.0)
-    trust.load({"scale": 3.0, "recent": 0.0})
-    trust.begin([])
+    trust = REMEDIES["KLAdaptive"](list, 0.1, 1.0)
+    trust.load_state_dict({"scale": 3.0, "recent": 0.0})
+    trust.begin()
     scales = []
-    for kl in (0.04, 0.21, 0.2, 0.05, 0.04, 0.0, 0.3):  # the first is before any step
-        trust.pull_back_until_inside(None, lambda kl=kl: kl)
+    for kl in (0.04, 0.21, 0.2, 0.05, 0.04, 0.0):  # the first is before any step
+        assert not trust.step(kl)
         scales.append(round(trust.scale, 6))
-    assert scales == [3.0, 2.0, 2.0, 2.0, 3.0, 3.0, 2.0]
-    trust.end()  # rsl_rl does not measure after the last step
-    assert trust.scale == 3.0
+    assert scales == [3.0, 2.0, 2.0, 2.0, 3.0, 3.0]
+    assert not trust.end(0.3) and trust.scale == 3.0  # rsl_rl does not measure after the last step
     for kl, limit in ((1.0, 0.01), (0.01, 10.0)):
         for _ in range(20):
-            trust.pull_back_until_inside(None, lambda kl=kl: kl)
+            trust.step(kl)
         assert trust.scale == limit
 
 

@@ -22,9 +22,8 @@ from sorl_train.learner.trust_region import (
     SHRINK,
     TrustRegion,
     final_kl_sample,
-    token_kl,
 )
-from sorl_train.learner.update import PolicyUpdate
+from sorl_train.learner.update import PolicyUpdate, token_kl
 from sorl_train.models.forward import action_stats
 from sorl_train.models.policy import load_policy, load_tokenizer
 
@@ -93,30 +92,34 @@ def test_token_kl_is_half_the_mean_square_over_the_loss_tokens(batch: Batch) -> 
 
 @pytest.mark.parametrize("kl", [0.011, 0.04, 3.0, math.inf])
 def test_going_back_interpolates_and_shrinks_the_scale_once(kl: float) -> None:
-    trust = TrustRegion(LIMIT, 1.0)
     weights = [torch.zeros(3), torch.ones(2, 2)]
-    trust.begin(weights)
-    moved = [w + 8.0 for w in weights]
+    moved = [w.clone() for w in weights]
+    trust = TrustRegion(lambda: moved, LIMIT)
+    trust.begin()
+    for w in moved:
+        w += 8.0
     share = math.sqrt(LIMIT / 2 / kl)
-    trust.go_back(moved, kl, 0)
+    assert trust.step(kl)
     for start, now in zip(weights, moved, strict=True):
         torch.testing.assert_close(now, start + share * 8.0)
     assert trust.scale == min(max(share, SHRINK[0]), SHRINK[1])
-    trust.go_back(moved, kl, 1)
+    assert trust.step(torch.tensor(kl))
     assert trust.scale == min(max(share, SHRINK[0]), SHRINK[1]) and trust.moves == 2
     moved[0].fill_(math.nan)
-    trust.go_back(moved, math.inf, MOST_MOVES)
+    for _ in range(MOST_MOVES - 1):
+        assert trust.step(math.nan)
+    assert not trust.step(math.inf)  # for the loss to name what is not finite
     assert all(torch.equal(now, start) for start, now in zip(weights, moved, strict=True))
 
 
 def test_the_scale_grows_by_what_the_batches_of_late_leave_room_for() -> None:
-    trust = TrustRegion(LIMIT, 1.0)
-    trust.begin([])
+    trust = TrustRegion(list, LIMIT)
+    trust.begin()
 
     def after(kl: float) -> float:
         """What the scale is multiplied by after a batch with this largest KL."""
         before, trust.largest = trust.scale, kl
-        trust.end()
+        assert not trust.end(0.0)
         return trust.scale / before
 
     trust.scale = 0.01
@@ -132,8 +135,8 @@ def test_the_scale_grows_by_what_the_batches_of_late_leave_room_for() -> None:
     assert after(1e-9) == 1.0 == trust.scale  # at its largest
     trust.scale, trust.max_scale = 0.9, 100.0
     assert after(1e-9) == pytest.approx(GROWTH)
-    other = TrustRegion(LIMIT, 100.0)
-    other.load(trust.state())
+    other = TrustRegion(list, LIMIT, 100.0)
+    other.load_state_dict(trust.state_dict())
     assert (other.scale, other.recent_max_kl) == (trust.scale, trust.recent_max_kl)
 
 
@@ -240,7 +243,9 @@ def test_a_limit_below_the_noise_of_unmoved_weights_ends_the_run(
     before, trust, means = weights_of(model), trust_of(update), Means()
     update.begin_batch()
     if stops:
-        with pytest.raises(UserError, match=rf"trust_kl={limit:g}.* was 1e-05 .*at least 0.0001"):
+        with pytest.raises(
+            UserError, match=rf"trust_kl: a limit of {limit:g} .* was 1e-05 .*at least 0.0001"
+        ):
             update.step(noisy, 1e-4, means)
     else:
         update.step(noisy, 1e-9, means)

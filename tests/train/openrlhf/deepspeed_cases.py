@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +154,15 @@ class Checked(TrustRegion):
 
     error = 0.0  # over the distance from the batch's start
 
-    def begin(self, weights: Sequence[Tensor]) -> None:
-        super().begin(weights)
-        self.at_start = [w.detach().clone().cpu() for w in weights]
+    def begin(self) -> None:
+        super().begin()
+        self.at_start = [w.detach().clone().cpu() for w in self._weights()]
 
-    def go_back(self, weights: Sequence[Tensor], kl: float, move: int) -> None:
-        before = [w.detach().clone().cpu() for w in weights]
-        super().go_back(weights, kl, move)
-        share = (self.limit / 2 / kl) ** 0.5 if move < MOST_MOVES else 0.0
-        for start, there, now in zip(self.at_start, before, weights, strict=True):
+    def go_back(self, kl: float) -> None:
+        before = [w.detach().clone().cpu() for w in self._weights()]
+        share = (self.limit / 2 / kl) ** 0.5 if self._in_a_row < MOST_MOVES else 0.0
+        super().go_back(kl)
+        for start, there, now in zip(self.at_start, before, self._weights(), strict=True):
             distance = float((there - start).abs().max()) if start.numel() else 0.0
             wrong = (now.detach().cpu() - (start + share * (there - start))).abs()
             if distance:
@@ -176,7 +175,9 @@ def trust(case: Case) -> Case:
     config = case["config"]
     engine = engine_of(case, len(case["minis"][0]), config.update.micro_batch_size)
     update = policy_update(engine, config)
-    update.trust = region = Checked(config.update.trust_kl, config.update.trust_max_scale)
+    update.trust = region = Checked(
+        update.backend.weights, config.update.trust_kl, config.update.trust_max_scale
+    )
     found, behind = [], 0.0
     for rate in (case["lr"], 100 * case["lr"]):  # in the second batch the scale is small already
         means = Means()

@@ -207,7 +207,7 @@ def test_the_trust_region_is_that_of_our_engine(tool_policy: ToolPolicy, tmp_pat
     resumed = trainer_of(tool_policy, tmp_path, sorl=SorlOptions("grpo", trust_kl=1e-4), **OFF_POLICY)
     resumed.create_optimizer_and_scheduler(2)
     resumed._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-2"))
-    assert resumed._trust.region.state() == saved
+    assert resumed._trust.region.state_dict() == saved
 
 
 def test_dropout_is_no_kl_of_the_trust_region(tool_policy: ToolPolicy, tmp_path: Path) -> None:
