@@ -200,8 +200,9 @@ class TrustRegion:
             # a share of 0 also where ``now`` is not finite, of which nothing must stay
             now.copy_(torch.lerp(start, now, share) if share else start)
         for module in self._model.modules() if self._model is not None else ():
-            if hasattr(module, "reshard"):  # FSDP2's
-                module.reshard()
+            reshard: Any = getattr(module, "reshard", None)  # FSDP2's
+            if reshard is not None:
+                reshard()
 
     @torch.no_grad()
     def _has_moved(self) -> bool:
