@@ -167,7 +167,7 @@ def code_page(path: Path) -> str:
         for output in cell.get("outputs", []):
             shown = output.get("data", {"text/plain": output.get("text", "")})
             html, plain = ("".join(shown.get(kind, "")) for kind in ("text/html", "text/plain"))
-            parts.append(html or f"```text\n{plain.rstrip()}\n```")
+            parts.append(f'<div class="output">{html}</div>' if html else f"```text\n{plain.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
 
 
