@@ -107,7 +107,7 @@ class RowCache:
 
 @functools.cache
 def cache_argument(model: Any) -> str:
-    """The name under which the ``forward`` of a class of models takes its cache: transformers 5.24 begins to rename it."""
+    """The name under which the ``forward`` of a class takes the cache: transformers 5.24 begins to rename it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
