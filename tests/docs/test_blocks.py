@@ -22,7 +22,9 @@ from ..waiting import wait_until
 from . import given
 from .blocks import REPOSITORY, Block, pages, read_blocks
 
-STAMPS = [f"-o {Path(sys.prefix)}/.{name}" for name in ("train", "dev", "interop", "smollm2", "gguf", "bench")]
+STAMPS = [
+    f"-o {Path(sys.prefix)}/.{name}" for name in ("train", "dev", "interop", "smollm2", "gguf", "bench")
+]
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "SHORT": given.SHORT}
 # What make would run is run in the reader's folder, with the environment of this test in place of one that make builds.
