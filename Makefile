@@ -1,4 +1,4 @@
-# Every target makes what it needs: a Python of 3.10 to 3.12 and make are enough to start.
+# Every target makes what it needs: a Python of 3.10 to 3.13 and make are enough to start.
 #   make quickstart ARGS="--algo so_grpo --seed 1"
 #   make PYTHON=python3.12 test
 # pip's own environment variables choose where packages come from; TORCH chooses the build of torch.
@@ -77,7 +77,7 @@ test-openrlhf: $(VENV)-openrlhf/.dev ## the tests of that environment
 	$(openrlhf_bin)/python -m pytest -m openrlhf $(ARGS)
 
 # fast-deps reads the metadata of the large wheels (1.7 GB) and leaves them where they are; in a dry run that takes a newer
-# pip than Python 3.10 to 3.12 come with.
+# pip than Python 3.10 to 3.13 come with.
 resolve-openrlhf: | $(bin)/python ## what docs/scaling_out.md installs on a machine with GPUs: resolved, not installed
 	$(PYTHON) -m venv --clear build/resolve
 	build/resolve/bin/python -m pip --disable-pip-version-check install -qq --upgrade "pip>=26"
@@ -100,8 +100,8 @@ clean: ## remove the environment and the caches of the tools; runs/ and models/ 
 
 # One environment, grown as needed. A stamp is older than pyproject.toml when a dependency may have changed.
 $(bin)/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit( \
-	    "sorl needs Python 3.10 to 3.12, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit( \
+	    "sorl needs Python 3.10 to 3.13, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % v)'
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: the build that TORCH names is kept by everything after it

@@ -88,7 +88,7 @@ def minihop(
         turn_reward=_turn_reward(hit_reward, valid_reward),
         parse_row=parse_row,
         tools=lambda settings: [_search_tool(spec, settings, top_k, search_off)],
-        embedded=lambda split: _draw_examples(spec, split, hops, counts),
+        embedded=lambda split: _draw_examples(spec, split, hops, _count(counts, split)),
         limits=_limits(max(hops), top_k or ToolSettings().top_k, reasoning),
         wrong_answer=lambda example: example.metadata["names"][0],
         expert=lambda example, observations: expert_turn(
@@ -235,14 +235,17 @@ def _check_knobs(hops: tuple[int, ...], top_k: int | None, reasoning: int, hasty
         raise UserError(f"minihop: hasty={hasty}: give a share between 0 and 1")
 
 
-def _draw_examples(
-    spec: WorldSpec, split: str, hops: tuple[int, ...], counts: Mapping[str, int]
-) -> list[Example]:
+def _count(counts: Mapping[str, int], split: str) -> int:
     if split not in counts:
         raise UserError(f"task minihop has no split {split!r}. {did_you_mean(split, counts)}")
-    chains = draw_chains(_world(spec), split, hops, counts[split])
+    return counts[split]
+
+
+@lru_cache(maxsize=4)  # a run makes several environments of one world
+def _draw_examples(spec: WorldSpec, split: str, hops: tuple[int, ...], count: int) -> tuple[Example, ...]:
+    chains = draw_chains(_world(spec), split, hops, count)
     rows = ({"question": one.question, "names": one.names, "relations": one.relations} for one in chains)
-    return [parse_row({"id": f"{split}-{index}", **row}) for index, row in enumerate(rows)]
+    return tuple(parse_row({"id": f"{split}-{index}", **row}) for index, row in enumerate(rows))
 
 
 def _search_tool(spec: WorldSpec, settings: ToolSettings, top_k: int | None, search_off: bool) -> BM25Search:

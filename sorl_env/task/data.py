@@ -9,7 +9,7 @@ import json
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def _load_embedded(task: Task, split: str) -> ExampleSet:
 def _hash_examples(examples: Iterable[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
-        text = json.dumps(asdict(example), sort_keys=True, ensure_ascii=False)
+        text = json.dumps(vars(example), sort_keys=True, ensure_ascii=False)
         digest.update(text.encode("utf-8", "surrogatepass"))  # an author's metadata may hold lone surrogates
         digest.update(b"\n")
     return digest.hexdigest()

@@ -26,9 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 SAVES = 0.9  # rows are packed where that leaves at most this share of the padded tokens
 WORTH_A_BRANCH = 8  # tokens that a common beginning must save
@@ -194,6 +192,12 @@ def uses_packing(model: Any) -> bool:
 
 def enable_packing(model: Any) -> None:
     """Give a model that has torch's fast attention this one, which takes packed rows, too."""
+    # whoever has a model has loaded these already; --dry_run has none, and need not wait for them
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(PACKED, attention)
+    AttentionMaskInterface.register(PACKED, sdpa_mask)
     model.set_attn_implementation(PACKED)
 
 
@@ -299,7 +303,3 @@ def _one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling:
         scores = torch.matmul(queries * (scaling or depth**-0.5), key.float().transpose(2, 3)) + mask
         output = torch.matmul(torch.softmax(scores, -1).to(value.dtype), value)
     return output.reshape(rows, heads, 1, -1)
-
-
-AttentionInterface.register(PACKED, attention)
-AttentionMaskInterface.register(PACKED, sdpa_mask)

@@ -9,17 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from sorl_env.envs.tool_use import ToolUseEnv
 from sorl_env.errors import UserError
 from sorl_env.task import Task
 from sorl_env.turns.format import INVALID_MESSAGE, FormatName
 from sorl_env.turns.tokens import TINY_DIALOGUES, WORD_OR_MARK
+from sorl_train.models.policy import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # In the format of tool calls also those of Qwen's calls, such as <function=search>.
@@ -65,14 +70,10 @@ def build_tiny_policy(
     Raises ``UserError`` if the task lacks expert or vocabulary, or ``hidden_size`` does not split into heads of even
     width.
     """
-    if hidden_size < 1 or hidden_size % (2 * num_heads):
-        raise UserError(f"tiny.hidden_size={hidden_size} does not split into {num_heads} heads of even width")
-    max_tokens = task.limits.max_trajectory_tokens
-    texts = task_texts(task, num_dialogues)
-    if format == "tags":
-        tokenizer = word_tokenizer(texts, max_tokens)
-    else:
-        tokenizer = call_tokenizer([*texts, *call_texts(task)], max_tokens)
+    _check_heads(hidden_size, num_heads)
+    from transformers import LlamaConfig, LlamaForCausalLM  # a second that --dry_run need not wait
+
+    tokenizer = tiny_tokenizer(task, num_dialogues=num_dialogues, format=format)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -80,7 +81,7 @@ def build_tiny_policy(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         attention_bias=True,
-        max_position_embeddings=max_tokens,
+        max_position_embeddings=task.limits.max_trajectory_tokens,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -93,6 +94,47 @@ def build_tiny_policy(
         init_weights(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def tiny_tokenizer(
+    task: Task, *, num_dialogues: int = TINY_DIALOGUES, format: FormatName = "tags"
+) -> PreTrainedTokenizerFast:
+    """The tokenizer that ``build_tiny_policy`` writes."""
+    max_tokens = task.limits.max_trajectory_tokens
+    texts = task_texts(task, num_dialogues)
+    if format == "tags":
+        return word_tokenizer(texts, max_tokens)
+    return call_tokenizer([*texts, *call_texts(task)], max_tokens)
+
+
+def tiny_shape(
+    vocabulary: int, hidden_size: int, num_layers: int, num_heads: int, lora_rank: int = 0
+) -> ModelShape:
+    """The sizes of the model that ``build_tiny_policy`` writes, as ``model_shape`` finds them. Raises ``UserError`` as
+    it does."""
+    _check_heads(hidden_size, num_heads)
+    inner = 2 * hidden_size
+    attention = 4 * (hidden_size + 1) * hidden_size  # four projections with a bias
+    layer = attention + 3 * hidden_size * inner + 2 * hidden_size  # gate, up and down; two norms
+    parameters = vocabulary * hidden_size + num_layers * layer + hidden_size
+    adapters = num_layers * lora_rank * (4 * 2 * hidden_size + 3 * (hidden_size + inner))
+    return ModelShape(
+        parameters=parameters,
+        backbone_parameters=parameters,  # the output layer is that of the embeddings
+        trained=adapters if lora_rank else parameters,
+        layers=num_layers,
+        hidden=hidden_size,
+        intermediate=inner,
+        key_value_width=hidden_size,
+        vocabulary=vocabulary,
+        key_value_heads=num_heads,
+        heads=num_heads,
+    )
+
+
+def _check_heads(hidden_size: int, num_heads: int) -> None:
+    if hidden_size < 1 or hidden_size % (2 * num_heads):
+        raise UserError(f"tiny.hidden_size={hidden_size} does not split into {num_heads} heads of even width")
 
 
 @torch.no_grad()

@@ -16,12 +16,12 @@ from sorl_env.task import Limits
 from sorl_train.config.config_rules import remarks
 from sorl_train.config.run_settings import RolloutConfig
 from sorl_train.config.schema import as_text, flatten
-from sorl_train.config.settings import SamplerConfig, TrainConfig, UpdateConfig
+from sorl_train.config.settings import TINY, SamplerConfig, TrainConfig, UpdateConfig
 from sorl_train.models.forward import compute_dtype, pick_device
-from sorl_train.models.policy import ModelShape, load_tokenizer, model_shape
+from sorl_train.models.policy import ModelShape
 from sorl_train.openrlhf.engine_limits import check_model, critic_start
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
-from sorl_train.preflight.inputs import PreflightContext, planned
+from sorl_train.preflight.inputs import PreflightContext, planned, planned_shape
 from sorl_train.preflight.memory import H100, Memory, estimate_cluster_memory, estimate_memory, gigabytes, row
 from sorl_train.preflight.preflight import examine
 from sorl_train.run.folder import RunDir
@@ -36,11 +36,10 @@ def plan_text(config: TrainConfig) -> str:
     for finding in findings:
         if finding.status == "fail":
             raise UserError(f"{finding.detail}\n{finding.fix[:1].upper()}{finding.fix[1:]}".rstrip())
-    with planned(config) as (envs, folder, origin):
-        shape, env = model_shape(folder, config.lora.rank), envs[0]
+    with planned(config) as (envs, tokenizer):
+        shape, env = planned_shape(config, len(tokenizer)), envs[0]
         if config.engine == "openrlhf":
             check_model(shape, config.cluster.vllm_tensor_parallel, config.model)
-        tokenizer = load_tokenizer(folder)
         longest = check_prompts(envs, tokenizer, use_chat_template=config.chat_template)
         prompt = _prompt(env, tokenizer, config.chat_template, longest)
         tools = _tools(env)
@@ -50,7 +49,7 @@ def plan_text(config: TrainConfig) -> str:
         ("Checks", [line for finding in findings for line in finding.as_text().splitlines()]),
         ("Data", [*(_source(name, env) for name, env in zip(("train", "eval"), envs, strict=True)), *prompt]),
         ("Tools", tools),
-        ("Model", _model(shape, origin)),
+        ("Model", _model(shape, config)),
     ]
     if config.stage == "rl" and config.algorithm.needs_critic:
         parts[-1][1].append(f"critic: {shape.critic_parameters:,} parameters")
@@ -118,12 +117,21 @@ def _tools(env: TextEnv) -> list[str]:
     return [textwrap.shorten(text, 110, placeholder=" ..") for text in tools] or ["none"]
 
 
-def _model(shape: ModelShape, origin: str) -> list[str]:
+def _model(shape: ModelShape, config: TrainConfig) -> list[str]:
     return [
-        f"policy: {origin}",
+        f"policy: {_origin(config)}",
         f"{shape.parameters:,} parameters, {shape.trained:,} trained; {shape.layers} layers of width {shape.hidden}, "
         f"{shape.vocabulary:,} words",
     ]
+
+
+def _origin(config: TrainConfig) -> str:
+    if config.model != TINY:
+        return config.model
+    if Path(cached := start_folder(config)).is_dir():
+        return f"tiny, cold-started by an earlier run and cached in {cached}"
+    steps = f"cold-started with {config.sft.steps} supervised steps"
+    return f"tiny, built for the task, {steps if config.stage == 'rl' else 'untrained'}"
 
 
 def _memory(need: Memory, sampler: SamplerConfig) -> list[str]:

@@ -4,13 +4,12 @@ form of what such a check finds."""
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sorl_env.errors import UserError
 from sorl_env.task.data import load_examples, read_rows
@@ -75,15 +74,14 @@ def repeats(rollout: RolloutConfig, examples: int) -> str:
 
 
 @contextmanager
-def planned(config: TrainConfig) -> Iterator[tuple[list[TextEnv], str, str]]:
-    """The environments of training and evaluation, a folder or hub name with the model's sizes and tokenizer, and a
-    phrase about the policy's origin.
+def planned(config: TrainConfig) -> Iterator[tuple[list[TextEnv], Any]]:
+    """The environments of training and evaluation, and the policy's tokenizer.
 
     A corpus is not indexed, and no server of a search tool is asked.
     """
-    from sorl_train.models.tiny import build_tiny_policy
+    from sorl_train.models.policy import load_tokenizer
+    from sorl_train.models.tiny import tiny_tokenizer
     from sorl_train.rollout.environments import make_env
-    from sorl_train.sft.cold_start import start_folder
 
     # with an address even for a corpus, which would be indexed now
     url = config.search.url or (UNASKED if config.search.corpus else None)
@@ -93,16 +91,20 @@ def planned(config: TrainConfig) -> Iterator[tuple[list[TextEnv], str, str]]:
         envs = [
             opened.enter_context(closing(make_env(asking_nobody, evaluation=role))) for role in (False, True)
         ]
-        if config.model != TINY:
-            yield envs, config.model, config.model
-        elif Path(cached := start_folder(config)).is_dir():
-            yield envs, cached, f"tiny, cold-started by an earlier run and cached in {cached}"
+        if config.model == TINY:
+            yield envs, tiny_tokenizer(envs[0].task, format=config.format)
         else:
-            steps = f"cold-started with {config.sft.steps} supervised steps"
-            folder = opened.enter_context(tempfile.TemporaryDirectory())
-            sizes = dataclasses.asdict(config.tiny)
-            build_tiny_policy(envs[0].task, folder, seed=config.seed, format=config.format, **sizes)
-            yield envs, folder, f"tiny, built for the task, {steps if config.stage == 'rl' else 'untrained'}"
+            yield envs, load_tokenizer(config.model)
+
+
+def planned_shape(config: TrainConfig, vocabulary: int) -> ModelShape:
+    """The sizes of the policy, whose tokenizer has ``vocabulary`` words if it is tiny."""
+    from sorl_train.models.policy import model_shape
+    from sorl_train.models.tiny import tiny_shape
+
+    if config.model == TINY:
+        return tiny_shape(vocabulary, **dataclasses.asdict(config.tiny), lora_rank=config.lora.rank)
+    return model_shape(config.model, config.lora.rank)
 
 
 _WIDTH = 110

@@ -14,7 +14,6 @@ import httpx
 import psutil
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils import logging as transformers_logging
 
 from sorl_env.envs.prompts import check_prompts
 from sorl_env.errors import UserError
@@ -60,7 +59,6 @@ def examine(run: PreflightContext, names: Collection[str] = ()) -> Iterator[Find
         "server": (check_server, "correct --search.url"),
         "search": (check_tools, "leave out --search.corpus and --search.url"),
     }
-    transformers_logging.disable_progress_bar()  # the tiny policy is written for a moment
     for name, (check, fix) in checks.items():
         if names and name not in names:
             continue
@@ -162,8 +160,8 @@ def _prompts(run: PreflightContext) -> Iterator[Finding]:
         return
     if not callable(task.tools) and any(isinstance(tool, str) for tool in task.tools):
         return
-    with planned(config) as (envs, folder, _):
-        longest = check_prompts(envs, load_tokenizer(folder), use_chat_template=config.chat_template)
+    with planned(config) as (envs, tokenizer):
+        longest = check_prompts(envs, tokenizer, use_chat_template=config.chat_template)
         most = envs[0].limits.max_prompt_tokens
     if longest:
         detail = f"the longest has {longest:,} tokens (limits.max_prompt_tokens {most:,})"

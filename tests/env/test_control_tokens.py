@@ -64,9 +64,9 @@ def test_other_prompts_have_the_tokens_of_the_templates_own_rendering(family: st
 
 
 def test_the_tags_of_the_format_keep_their_tokens() -> None:
+    tokenizer = make_tokenizer.__wrapped__("qwen3")
     from tokenizers import AddedToken
 
-    tokenizer = make_tokenizer.__wrapped__("qwen3")
     tags = [AddedToken(tag, special=True, normalized=False) for tag in ("<search>", "</search>")]
     tokenizer.add_tokens(tags)
     text = "<think> <search> q </search> <|im_end|>"
@@ -119,6 +119,7 @@ def test_neither_data_nor_tools_nor_experts_write_control_tokens(
 
 
 def test_observations_and_demonstrations_of_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install -e '.[train]'")
     from sorl_train.sft.fine_tune import file_demos
 
     tokenizer = make_tokenizer("mistral-v3")

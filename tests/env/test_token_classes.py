@@ -82,6 +82,7 @@ def test_word_level_tokens(tiny_tokenizer: Any) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_tokenizer() -> Any:
+    pytest.importorskip("torch", reason="needs torch: pip install -e '.[train]'")
     from sorl_train.models.tiny import word_tokenizer
 
     tags = " ".join(f"<{name}> </{name}>" for name in ("think", "search", "answer"))

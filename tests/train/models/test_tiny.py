@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sorl_env import Task, ToolUseEnv, UserError, parse_turn
 from sorl_tasks.minihop import TASK, minihop
 from sorl_train.cli import main
-from sorl_train.models.tiny import build_tiny_policy, task_texts
+from sorl_train.models.policy import model_shape
+from sorl_train.models.tiny import build_tiny_policy, task_texts, tiny_shape
 from sorl_train.sft.fine_tune import expert_demos
 
 
@@ -162,6 +163,11 @@ def test_later_layers_start_by_looking_at_the_same_word(model: Any) -> None:
         assert torch.equal(attention.q_proj.weight, attention.k_proj.weight)
         assert attention.q_proj.weight.std() > 0.05
         assert torch.equal(attention.o_proj.weight, attention.v_proj.weight.T)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 3])
+def test_the_sizes_are_known_without_a_model(folder: Path, tokenizer: Any, lora_rank: int) -> None:
+    assert tiny_shape(len(tokenizer), 96, 3, 4, lora_rank) == model_shape(str(folder), lora_rank)
 
 
 # -- errors ---
