@@ -13,6 +13,7 @@ from sorl_train.run.checkpoint import atomic_folder, find_damage
 from sorl_train.run.display import Display
 
 RECIPE_VERSION = 4  # to be raised when the recipe changes, so that policies of the old recipe are built again
+REPORT_EVERY = 50  # steps of the cold start between two lines that say how far it has come
 
 
 def resolve_model(config: TrainConfig, display: Display) -> str:
@@ -85,12 +86,21 @@ def _build(config: TrainConfig, display: Display, folder: Path) -> None:
             "sorl-check-task names them"
         )
     with display.stage("cold start", config.sft.steps) as advance:
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            advance(1)
+            if step % REPORT_EVERY == 0:
+                share = metrics["sft/confident"]
+                display.message(
+                    f"cold start, step {step}: sure of {share:.0%} of the demonstrated tokens (p > .5)"
+                )
+
         fine_tune(
             model,
             demos,
             config.sft,
             tokenizer.pad_token_id,
-            lambda step, metrics: advance(1),
+            on_step,
             seed=config.seed,
             dtype=hardware.dtype,
         )
