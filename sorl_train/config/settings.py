@@ -198,6 +198,8 @@ class LossConfig:
     distillation, with a kl_coef of about 1. None: the policy that the run begins with."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: Annotated[PositiveFloat | None, needs("loss.entropy_coef")] = None
+    """Give the bonus only to mini-batches sampled with a mean token entropy below this; None: to all."""
     value_clip: Annotated[PositiveFloat | None, CRITIC] = None
     """Clip range of the value loss; None: not clipped."""
 

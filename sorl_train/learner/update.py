@@ -209,6 +209,7 @@ class PolicyUpdate:
         objective = self.config.loss
         how = mean_over(mini, objective.aggregation)
         totals = _Totals(mini.loss_mask.shape)
+        entropy_coef = self._entropy_coef(mini)
         for rows, micro, last in self._micro_batches(mini):
             assert micro.advantages is not None
             learns = self._may_have_gradient(micro)
@@ -228,8 +229,8 @@ class PolicyUpdate:
                 correction=self._token_weights(micro, found.log_probs.detach()),
             )
             losses = {"policy": output.loss, "entropy": aggregate(found.entropy, micro.loss_mask, **how)}
-            if objective.entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
-                losses["policy"] = losses["policy"] - objective.entropy_coef * losses["entropy"]
+            if entropy_coef:  # a weight of 0 would still cost the entropy's backward pass
+                losses["policy"] = losses["policy"] - entropy_coef * losses["entropy"]
             if micro.ref_log_probs is not None:
                 penalty = kl_penalty(found.log_probs, micro.ref_log_probs, objective.kl_type, old)
                 losses["ref_kl"] = aggregate(penalty, micro.loss_mask, **how)
@@ -244,6 +245,19 @@ class PolicyUpdate:
             for parameter in self.backend.parameters:
                 parameter.grad = torch.zeros_like(parameter)
         return totals
+
+    def _entropy_coef(self, mini: Batch) -> float:
+        """The weight of the entropy bonus: 0 while the entropy is above its target, so that the bonus holds it there.
+
+        The entropy is estimated from the sampler's log-probabilities, which need no pass before this one, nor a state.
+        The rule is Skywork-OR1's (arXiv:2505.22312), with a constant weight.
+        """
+        coef, target = self.config.loss.entropy_coef, self.config.loss.entropy_target
+        if not coef or target is None:
+            return coef
+        sampled = mini.rollout_log_probs[mini.loss_mask].double()
+        surprise, tokens = sum_over_ranks(-float(sampled.sum()), float(len(sampled)))
+        return coef if surprise < target * tokens else 0.0
 
     def _token_weights(self, micro: Batch, log_probs: Tensor) -> Tensor | None:
         """What each token's surrogate is multiplied by, (B, T): the correction for the sampler, and the algorithm's."""

@@ -170,6 +170,21 @@ def test_the_unbiased_kl_is_weighed_by_the_ratio(tiny_folder: str, batch: Batch)
     assert found["k3_unbiased"] == pytest.approx(2 * found["k3"], rel=1e-4)
 
 
+def test_entropy_is_rewarded_below_its_target_alone(tiny_folder: str, batch: Batch) -> None:
+    """The sampler's log-probabilities are all -.5, so the entropy is .5: a target of .4 is the same as no bonus."""
+    sampled = batch.with_fields(rollout_log_probs=torch.full_like(batch.rollout_log_probs, -0.5))
+    found = []
+    for target, coef in ((None, 0.0), (0.4, 1.0), (0.6, 1.0), (None, 1.0)):
+        settings = short_config(algo="ppo", **{"loss.entropy_coef": coef, "loss.entropy_target": target})
+        model, means = load_policy(tiny_folder), Means()
+        PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters())), settings).step(
+            sampled, 0.1, means
+        )
+        found.append((weights_of(model), means.result()["loss/policy"]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[2][0], found[3][0])
+    assert found[0][1] == found[1][1] > found[2][1] == found[3][1]
+
+
 def test_a_remedy_is_trained_and_resumed(tmp_path: Path) -> None:
     """A rate that leaves the region at once: the weights go back, the rate stays, and both states are kept."""
     shared = {"optim__lr": 0.1, "optim__warmup_ratio": 0.0, "optim__schedule": "constant"}

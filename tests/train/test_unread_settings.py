@@ -64,6 +64,7 @@ ELSEWHERE = {
     "update.micro_batch_size update.critic_micro_batch_size update.log_prob_micro_batch_size": "speed alone",
     "update.skip_without_signal": "needs a mini-batch without a signal; the policy of every algorithm reads it",
     "loss.kl_model": "the engine loads it, whatever the algorithm",
+    "loss.entropy_target": "needs loss.entropy_coef; the policy of every algorithm reads it",
     "update.trust_max_scale": "needs a batch that stays far inside the region",
 }
 # Settings that let each of the others show.
