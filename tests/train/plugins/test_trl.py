@@ -25,6 +25,7 @@ from .conftest import ToolPolicy
 
 pytest.importorskip("trl", reason="TRL is not installed (pip install -e '.[interop]'); it needs Python 3.11")
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -42,7 +43,7 @@ def trainer_of(
     policy: ToolPolicy, folder: Path, kind: Any = SorlGRPOTrainer, tools: bool = True, **options: Any
 ) -> Any:
     sorl = {"sorl": options.pop("sorl", None)} if kind is SorlGRPOTrainer else {}
-    dropout = options.pop("dropout", 0.0)
+    dropout, lora = options.pop("dropout", 0.0), options.pop("peft_config", None)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -67,6 +68,7 @@ def trainer_of(
         args=GRPOConfig(output_dir=str(folder), **(settings | options)),
         train_dataset=Dataset.from_list(policy.questions),
         tools=[policy.search] if tools else None,
+        peft_config=lora,
         **sorl,
     )
 
@@ -208,6 +210,43 @@ def test_the_trust_region_is_that_of_our_engine(tool_policy: ToolPolicy, tmp_pat
     resumed.create_optimizer_and_scheduler(2)
     resumed._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-2"))
     assert resumed._trust.region.state_dict() == saved
+
+
+@pytest.mark.slow
+def test_the_trust_region_with_lora_pieces_epochs_and_a_resume(
+    tool_policy: ToolPolicy, tmp_path: Path
+) -> None:
+    """Two generations of two optimizer steps each, in four pieces: killed between them, bit for bit as in one go."""
+    options: dict[str, Any] = {
+        "sorl": SorlOptions("grpo", trust_kl=1e-3),
+        "tools": False,
+        "max_completion_length": 8,
+        "learning_rate": 0.1,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        **IN_PIECES,
+        **OFF_POLICY,
+    }
+    kept, logs = [], []
+    for folder in ("straight", "resumed"):
+        lora = LoraConfig(r=2, target_modules="all-linear")
+        trainer = trainer_of(tool_policy, tmp_path / folder, peft_config=lora, **options)
+        frozen = [(p, p.detach().clone()) for p in trainer.model.parameters() if not p.requires_grad]
+        killed_at = None if folder == "straight" else str(tmp_path / "straight" / "checkpoint-2")
+        trainer.train(resume_from_checkpoint=killed_at)
+        assert len(trainer._trust.region._start) == sum(p.requires_grad for p in trainer.model.parameters())
+        assert frozen and all(torch.equal(now, start) for now, start in frozen)
+        kept.append([p.detach() for p in trainer.model.parameters() if p.requires_grad])
+        logs.append([line for line in trainer.state.log_history if "sorl/trust_scale" in line])
+    for one, other in zip(*kept, strict=True):
+        assert torch.equal(one, other)
+    names = [name for name in logs[0][-1] if name.startswith("sorl/")]
+    assert [[line[name] for name in names] for line in logs[0]] == [
+        [line[name] for name in names] for line in logs[1]
+    ]
+    moves = [line["sorl/trust_moves_back"] for line in logs[0]]
+    assert len(moves) == 2 and moves[0] >= 1 and logs[0][-1]["sorl/trust_kl"] <= 1e-3
 
 
 def test_dropout_is_no_kl_of_the_trust_region(tool_policy: ToolPolicy, tmp_path: Path) -> None:
