@@ -77,13 +77,14 @@ def load_examples(task: Task, data: str | Path | None = None, split: str = "trai
 def _load_embedded(task: Task, split: str) -> ExampleSet:
     if task.embedded is None:
         raise UserError(
-            f"task {task.name} has no examples of its own: give data= a .jsonl, .jsonl.gz or .parquet file, a folder "
-            "of them, or hf:owner/name"
+            f"task {task.name} has no examples of its own: give --data (data= in Python) a .jsonl, .jsonl.gz or "
+            ".parquet file, a folder of them, or hf:owner/name"
         )
     if task.embedded_is_sample and task.name not in _warned:
         _warned.add(task.name)
         logger.warning(
-            "task %s uses its embedded sample, which is not the benchmark: give data= for real questions",
+            "task %s uses its embedded sample, which is not the benchmark: give --data (data= in Python) for "
+            "real questions",
             task.name,
         )
     where = f"task {task.name}: its embedded examples{place_of(task.embedded)}"

@@ -11,6 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from sorl_env.commands.command import Parser, number, seed, whole
@@ -180,7 +181,9 @@ def make_envs(
     """An environment for each task, by the task's name; without ``references`` for the task of the run that made the
     policy, whose settings (``config``) apply to that run's own task only. Raises ``UserError`` for no task, the same
     task twice, or a setting that is wrong or names another task."""
-    references = references or ([config.task] if config is not None else [])
+    if not references and config is not None:
+        _check_files(args, config)
+        references = [config.task]
     if not references:
         raise UserError(f"give --task NAME, one or several. Known: {', '.join(task_names())}")
     # the policy writes its own format, whatever the task
@@ -208,6 +211,18 @@ def make_envs(
             raise UserError(f"--task names {env.task.name!r} twice")
         envs[env.task.name] = env
     return envs
+
+
+def _check_files(args: argparse.Namespace, config: TrainConfig) -> None:
+    """Raise ``UserError`` if a file that the run names, and no option replaces, cannot be found from this folder."""
+    task = config.task if config.task.endswith(".py") else None
+    named = {"task": task, "data": config.eval_data or config.data, "search.corpus": config.search.corpus}
+    for option, path in named.items():
+        if path and not (getattr(args, option) or path.startswith("hf:") or Path(path).expanduser().exists()):
+            raise UserError(
+                f"{path}, which the run was trained with, is not to be found from here: give --{option}, or start the "
+                "command in the folder in which the run was started"
+            )
 
 
 def make_env(args: argparse.Namespace, source: PolicySource | None) -> ToolUseEnv:

@@ -105,7 +105,7 @@ def test_embedded_examples(task: Task, make_task: Callable[..., Task]) -> None:
     assert loaded.sha256 == again.sha256
     shorter = load_examples(make_task(embedded=lambda split: loaded.examples[:5]), None, "test")
     assert shorter.sha256 != loaded.sha256
-    with pytest.raises(UserError, match="task toy has no examples of its own: give data="):
+    with pytest.raises(UserError, match="task toy has no examples of its own: give --data"):
         load_examples(make_task(embedded=None))
     with pytest.raises(UserError, match="embedded: split 'dev' of task toy has no examples"):
         load_examples(make_task(embedded=lambda split: ()), None, "dev")
@@ -119,7 +119,8 @@ def test_a_sample_says_once_that_it_is_one(
     with caplog.at_level(logging.WARNING, logger="sorl_env"):
         assert load_examples(sample).is_sample and load_examples(sample).is_sample
     assert [record.message for record in caplog.records] == [
-        "task toy uses its embedded sample, which is not the benchmark: give data= for real questions"
+        "task toy uses its embedded sample, which is not the benchmark: give --data (data= in Python) for "
+        "real questions"
     ]
 
 
