@@ -224,10 +224,6 @@ def _runs(folder: Path) -> None:
         ),
         "run_bytes_config": lambda at: (at / "config.yaml").write_bytes(bytes(range(256))),
         "run_other_config": lambda at: (at / "config.yaml").write_text("name: of another program\n"),
-        "run_moved_task": lambda at: _replace(at / "config.yaml", "task: minihop", "task: moved.py"),
-        "run_moved_data": lambda at: _replace(
-            at / "config.yaml", "eval_data: null", "eval_data: moved.jsonl"
-        ),
         "run_no_checkpoint": lambda at: shutil.rmtree(at / "checkpoints" / "step_000002"),
         "run_cut_policy": lambda at: _cut(at / "checkpoints" / "step_000002" / "policy" / weights),
         "run_bad_dialogues": lambda at: (at / "trajectories" / "step_000001.jsonl").write_text(DEEP + "\n"),
