@@ -20,6 +20,8 @@ from sorl_train.learner import trust_region
 from sorl_train.learner.trust_region import NoisyKLError, TrustRegion
 from sorl_train.models.policy import load_policy
 
+from ...docs.blocks import python_blocks
+
 ROOT = Path(__file__).parents[3]
 LIMIT, ROWS, LR = 0.01, 64, 0.3  # far too large a rate
 
@@ -193,6 +195,31 @@ def test_mistakes() -> None:
         TrustRegion(optimizer, 0.0)
     with pytest.raises(ValueError, match=r"max_scale=0\.5"):
         TrustRegion(optimizer, LIMIT, 0.5)
+
+
+def test_the_loop_of_the_documentation() -> None:
+    """As plugins.md has it, at a rate of which plain Adam would go far outside."""
+    (block,) = (block for block in python_blocks("docs/interop/plugins.md") if "TrustRegion" in block)
+    model, inputs, passes = policy(), torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0)), 0
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+
+    class Part:
+        def __init__(self) -> None:
+            self.old = log_probs(self).detach()
+
+        def mini_batches(self) -> list[Part]:
+            return [self] * 3
+
+    def log_probs(_: Any) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return model(inputs).log_softmax(-1)[:, 0]
+
+    given: dict[str, Any] = {"optimizer": optimizer, "batches": [Part()], "log_probs": log_probs}
+    exec(block, given | {"loss": lambda new, _: -new.mean()})
+    assert passes > 5  # one at the start, three mini-batches, the end, and those after moves
+    (batch,) = given["batches"]
+    assert 0.0 < float((log_probs(batch) - batch.old).square().mean() / 2) <= LIMIT
 
 
 def test_the_file_can_be_copied() -> None:
