@@ -67,6 +67,7 @@ class Recorder:
         self._summary = Summary()
         self._alarm = CollapseAlarm(config.alarm)
         self._lost_steps = 0  # newest steps in a row without one usable trajectory
+        self._some_lost = False  # whether the newest step lost some
         self._in_vain = 0  # steps so far that taught nothing
         self._failure = ""  # why the run ends with an error
         log = config.log
@@ -187,6 +188,11 @@ class Recorder:
     def _count_lost(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         if not all(t.excluded for t in trajectories):
             self._lost_steps = 0
+            lost = [t.error for t in trajectories if t.excluded and t.error]
+            if lost and not self._some_lost:
+                said = f"{len(lost)} of {len(trajectories)} trajectories were excluded from training"
+                self.display.message(f"step {step}: {said}, the first because {lost[0]}")
+            self._some_lost = bool(lost)
             return
         self._lost_steps += 1
         cause = next((t.error for t in trajectories if t.error), "unknown")

@@ -107,6 +107,17 @@ def test_what_is_due(tmp_path: Path) -> None:
     assert record.checkpoint_due(1)
 
 
+def test_the_first_of_some_lost_steps_in_a_row_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, some, said = recorder(tmp_path / "run"), [*LOST, trajectory("b")], list[str]()
+    monkeypatch.setattr(record.display, "message", said.append)
+    for step, batch in enumerate((some, some, some[1:], some)):
+        record.check_health(step, {}, batch)
+    why = "1 of 2 trajectories were excluded from training, the first because search is out"
+    assert said == [f"step {step}: {why}" for step in (0, 3)]
+
+
 def test_lost_steps_in_a_row_end_the_run_after_a_checkpoint(tmp_path: Path) -> None:
     record = recorder(tmp_path / "run")
     for step in range(1, MAX_LOST_STEPS):
