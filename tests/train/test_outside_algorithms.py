@@ -159,8 +159,9 @@ def settings_text(algorithm: Algorithm) -> str:
 
 
 def table_of_algorithms() -> list[str]:
-    heads = "switch, what it is, surrogate, ratio of a, advantages, normalized, source, published default, when to use it"
-    rows = ["| " + " | ".join(heads.split(", ")) + " |", "|---" * 9 + "|"]
+    heads = ["switch", "what it is", "surrogate", "ratio of a", "advantages", "normalized"]
+    heads += ["source", "published default", "when to use it"]
+    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, a in ALGORITHMS.items():
         assert a.surrogate_name is not None and a.about and a.source and a.when
         cells = (
