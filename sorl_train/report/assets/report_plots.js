@@ -251,6 +251,7 @@ sorl.plots = (() => {
     const title = element(caption, "h3", figure.title);
     const at = element(title, "span", "", "at");
     if (figure.about) element(caption, "p", figure.about);
+    const note = element(caption, "p");
     const values = element(caption, "div", "", "readout");
     const host = element(frame, "div", "", "plot");
     host.setAttribute("role", "img");
@@ -277,6 +278,8 @@ sorl.plots = (() => {
       plot?.destroy();
       const curves = curvesOf(figure, off);
       const delta = deltaOf(figure);
+      const zeros = !curves.length && figure.axis === "log" && names.some((name) => !off.has(name));
+      note.textContent = zeros ? "All 0 so far: a logarithmic axis cannot show that." : "";
       focused = -1;
       write = readout(values, figure, off, curves, (name) => {
         if (!off.delete(name)) off.add(name);

@@ -313,6 +313,17 @@ def expect_breaks(browser: Any, run: Path, norms: list[float | None]) -> None:
     assert readout(browser, "gradient-norm") == ["0"]
 
 
+def test_a_figure_of_zeros_alone_says_so(browser: Any, make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3, batch=3)
+    lines = [{"step": step, "loss/grad_norm": 0.0, "rollout/reward": 0.5} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "timings.jsonl").unlink()
+    browser.open(write_report([run], run / "report.html"))
+    text = "document.querySelector('#figure-{} figcaption').innerText"
+    assert "All 0 so far" in browser.run(text.format("gradient-norm"))
+    assert "All 0" not in browser.run(text.format("reward"))
+
+
 def test_many_lines_show_the_nearest(browser: Any, make_run: Callable[..., Path], tmp_path: Path) -> None:
     for algo, rate in itertools.product(("so_ppo", "ppo"), (1e-4, 2e-4, 3e-4, 4e-4, 5e-4)):
         make_run(tmp_path / "runs" / f"{algo}-{rate:g}", algo=algo, lr=rate, steps=10, batch=3)
