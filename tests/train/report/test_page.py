@@ -315,7 +315,7 @@ def expect_breaks(browser: Any, run: Path, norms: list[float | None]) -> None:
 
 def test_a_figure_of_zeros_alone_says_so(browser: Any, make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3, batch=3)
-    lines = [{"step": step, "loss/grad_norm": 0.0, "rollout/reward": 0.5} for step in (1, 2, 3)]
+    lines = [{"step": step, "loss/grad_norm": 0.0, "rollout/reward_mean": 0.5} for step in (1, 2, 3)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "timings.jsonl").unlink()
     browser.open(write_report([run], run / "report.html"))
