@@ -65,7 +65,7 @@ class TrustRegion:
 
     Args:
         held: the optimizer, whose trainable parameters are kept near and whose steps are scaled. Or, for a trainer that
-            scales steps itself, a function that returns the weights to move, as this rank holds them.
+            scales steps itself, a function that returns the weights to move, of any shape, as this rank holds them.
         limit: the largest mean KL.
         max_scale: the largest scale; above 1 the configured learning rate is only where the search begins.
         model: the module, where FSDP2 (``fully_shard``) holds its weights: what it has gathered is gathered anew after
@@ -118,7 +118,8 @@ class TrustRegion:
             start.copy_(now)
 
     def step(self, kl: float | Tensor) -> bool:
-        """Take in the mean KL of the current weights to those that began the batch; moves them back if it is too large.
+        """Take in ``kl``, the mean KL (scalar) of the current weights to those that began the batch; moves them back if it
+        is too large.
 
         Call it between two optimizer steps, best with the forward pass of the next mini-batch. Returns True if weights
         were moved: then compute the pass anew, without the gradient of the old one, and call again. After a few moves,
@@ -151,7 +152,7 @@ class TrustRegion:
         return True
 
     def end(self, kl: float | Tensor, *, learned: bool = True) -> bool:
-        """``step`` after the batch's last optimizer step, with the KL on a part of the batch.
+        """``step`` after the batch's last optimizer step, with the KL (scalar) on a part of the batch.
 
         Raises the scale while the recent maximum KL is below half of the limit, unless the batch had nothing to learn
         from. Returns True if weights were moved: then measure the KL and call again.
