@@ -118,8 +118,8 @@ class TrustRegion:
             start.copy_(now)
 
     def step(self, kl: float | Tensor) -> bool:
-        """Take in ``kl``, the mean KL (scalar) of the current weights to those that began the batch; moves them back if it
-        is too large.
+        """Take in ``kl``, the mean KL (scalar) of the current weights to those that began the batch; moves them back if
+        it is too large.
 
         Call it between two optimizer steps, best with the forward pass of the next mini-batch. Returns True if weights
         were moved: then compute the pass anew, without the gradient of the old one, and call again. After a few moves,

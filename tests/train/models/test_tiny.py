@@ -63,7 +63,9 @@ def dialogues(task: Task, split: str, count: int) -> list[list[str]]:
 )
 def test_an_expert_that_solves_nothing_is_told_so(expert: Any, how: str, tokenizer: Any) -> None:
     env = ToolUseEnv(dataclasses.replace(TASK, expert=expert))
-    with pytest.raises(UserError, match=f"failed on all of 3 examples, {how}: see it play with sorl-play TASK"):
+    with pytest.raises(
+        UserError, match=f"failed on all of 3 examples, {how}: see it play with sorl-play TASK"
+    ):
         expert_demos(env, tokenizer, 3, use_chat_template=False)
 
 
