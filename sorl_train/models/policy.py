@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers  # its classes are loaded where they are used: AutoModel takes .3 s, which a dry run can spare
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from sorl_env.errors import UserError
 from sorl_train.config.run_settings import LoraConfig
@@ -33,7 +33,7 @@ def load_tokenizer(folder: str) -> Any:
     """The tokenizer of a model folder, with a pad token for batches. Raises ``UserError`` if none can be loaded."""
     require_model(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, LOADING_ERRORS):
             raise  # the tokenizers library raises a plain Exception for a damaged file
@@ -54,7 +54,7 @@ def load_policy(
     LoRA adapters, and nothing else of it is trained. Raises ``UserError`` if no model can be loaded, torch lacks the
     device, or peft is needed and missing."""
     target = pick_device(device)
-    model = load_weights(AutoModelForCausalLM, "model", folder)
+    model = load_weights(transformers.AutoModelForCausalLM, "model", folder)
     if lora.rank:
         model = _add_lora(model, lora)
     if gradient_checkpointing:
@@ -173,7 +173,7 @@ class Critic(nn.Module):
 def load_critic(folder: str, device: str = "auto", *, gradient_checkpointing: bool = False) -> Critic:
     """Load what ``Critic.save`` wrote, or put a new head on the backbone of any language model."""
     target = pick_device(device)
-    critic = Critic(load_weights(AutoModel, "critic", folder))
+    critic = Critic(load_weights(transformers.AutoModel, "critic", folder))
     head = Path(folder) / VALUE_HEAD_FILE
     if head.is_file():
         critic.head.load_state_dict(load_file(head))
@@ -219,10 +219,10 @@ def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
     Raises ``UserError`` if the folder has no configuration that can be read."""
     require_model(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
-            policy = AutoModelForCausalLM.from_config(config)
-            backbone = AutoModel.from_config(config)
+            policy = transformers.AutoModelForCausalLM.from_config(config)
+            backbone = transformers.AutoModel.from_config(config)
     except LOADING_ERRORS as error:
         raise UserError(loading_failed("model configuration", folder, error)) from error
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
