@@ -25,7 +25,7 @@ smollm2 := models/SmolLM2-135M-Instruct
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
-quickstart: $(VENV)/.train ## train an agent that learns to search (a minute on a laptop); ARGS goes to sorl-train
+quickstart: $(VENV)/.train ## train an agent that learns to search (two minutes on two cores); ARGS goes to sorl-train
 	$(bin)/sorl-train --algo so_ppo --run_dir runs/quickstart $(ARGS)
 
 collapse: $(VENV)/.train ## three runs at too high a learning rate: PPO, SO-PPO, and PPO with a trust region (minutes)
