@@ -232,7 +232,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
         "parameters",
         "reference: a frozen copy",
         "peak",
-        "a step collects 32 trajectories: 4 prompts, 8 rollouts of each",
+        "a step collects 48 trajectories: 6 prompts, 8 rollouts of each",
         "run folder: runs/quickstart-so_grpo-s0",
     ):
         assert part in out
