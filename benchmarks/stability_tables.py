@@ -1,4 +1,4 @@
-"""The tables of docs/stability.md and docs/algorithms.md, from the committed results.
+"""The tables of docs/stability.md, docs/report.md and docs/algorithms.md, from the committed results.
 
 python benchmarks/stability_tables.py           # says which tables of the pages differ; exit status 1 if one does
 python benchmarks/stability_tables.py --write   # puts them into the pages
@@ -34,7 +34,7 @@ REUSE = ("4, of 8", "4, 2 steps stale", "3, of 32", "6, of 16", "12, of 8")  # o
 TRUST = " + trust region"  # behind an algorithm's name, in the runs that have one
 RATES = (5e-5, 1.6e-4, 5e-4, 1.6e-3, 5e-3)  # those that all rows of the grid have
 Run = Mapping[str, Any]
-PAGES = (DOCS / "stability.md", DOCS / "algorithms.md")
+PAGES = (DOCS / "stability.md", DOCS / "algorithms.md", DOCS / "report.md")
 RARELY_PAID = 0.8  # the success up to which rarely paid questions are waited for, below ``compare.GOOD``
 # the arms of the severe study that are in the table, and what the page calls them
 SEVERE = {
@@ -132,11 +132,13 @@ def share_above(bar: float, cells: Cells) -> tuple[float, float, float]:
     return found.mean, found.low, found.high
 
 
-def severe() -> str:
+def severe(name: str = "severe") -> str:
     """A line an arm: medians over seeds, and the range of final over peak."""
     rows = []
     for arm, label in SEVERE.items():
-        runs = [run for run in read("severe") if run["arm"] == arm]
+        runs = [run for run in read(name) if run["arm"] == arm]
+        if not runs:
+            continue
         steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
         median = {
             name: float(np.median([run[name] for run in runs]))
@@ -224,11 +226,26 @@ def trust_shares() -> str:
 
 
 def remedies() -> str:
-    """The remedies of others on the grid, those that have run on all of it."""
+    """The remedies of others, with PPO and with GRPO, on those cells of the grid that all have run; the best last."""
     runs = read("remedies")
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
-    whole = [arm for arm in arms if len(cells_of(runs, arm, "final")) == len(REUSE) * len(RATES)]
-    return shares(runs, whole)
+    arms = {run["arm"] for run in runs}
+    common = set.intersection(*(set(cells_of(runs, arm, "final")) for arm in arms))
+    runs = [run for run in runs if (reuse_of(run), run["optim.lr"]) in common]
+    rows: dict[str, list[str]] = {}
+    means: dict[str, float] = defaultdict(float)
+    for arm in sorted(arms, reverse=True):  # PPO's before GRPO's
+        name = arm.split(maxsplit=1)[1]
+        held = sum(np.median(values) > 0.95 for values in cells_of(runs, arm, "held").values())
+        final = cells_of(runs, arm, "final")
+        mean, low, high = average(final)
+        lowest = min(float(np.median(values)) for values in final.values())
+        spread = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+        slow = unlearned([run for run in runs if run["arm"] == arm])
+        rows.setdefault(name, [name]).extend([f"{held} of {len(common)}", spread, f"{lowest:.2f}", slow])
+        means[name] += mean
+    figures = "held | mean final success | lowest | not learned"
+    header = f" | PPO: {figures} | GRPO: {figures}".split(" | ")
+    return markdown_table(header, sorted(rows.values(), key=lambda row: means[row[0]]))
 
 
 def remedies_settings() -> str:
@@ -297,13 +314,48 @@ def turn_credit() -> str:
     return markdown_table(["", "success before", f"steps to {RARELY_PAID:g}, by seed", "final success"], rows)
 
 
+def ppo_rates() -> str:
+    """PPO on tasks of Gymnasium by learning rate: mean final return of the seeds, alone and with a trust region."""
+    path = DOCS / "stability" / "ppo_rates.jsonl"
+    runs, rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()], []
+    rates = sorted({run["lr"] for run in runs})
+    for env_id, limit in itertools.product(dict.fromkeys(run["env_id"] for run in runs), (None, 0.1)):
+        cells = []
+        for rate in rates:
+            same = (env_id, limit, rate)
+            finals = [run["final"] for run in runs if (run["env_id"], run["limit"], run["lr"]) == same]
+            cells.append("NaN" if None in finals else f"{np.mean(finals):.0f}")
+        rows.append([env_id, f"trust region {limit}" if limit else "alone", *cells])
+    return markdown_table(["", "", *(f"{rate:g}" for rate in rates)], rows)
+
+
+def qwen_nq() -> str:
+    """Exact match of Qwen2.5-Coder-0.5B on test questions, before and after training."""
+    found = json.loads((DOCS / "qwen_nq_seed0.json").read_text(encoding="utf-8"))["em"]
+    names = {
+        "as-it-comes:direct": "as it comes, from memory",
+        "as-it-comes:rag": "as it comes, three passages in the prompt",
+        "as-it-comes-agent:agent": "as it comes, with the search tool",
+        "cold-0-test:agent": "after 40 steps of imitation, with the search tool",
+        "rl-0-test:agent": "after 12 batches of RL from there",
+    }
+    rows = []
+    for key, name in names.items():
+        em = found[key]["em"]
+        rows.append([name, f"{em['mean']:.3f} ({em['low']:.3f} to {em['high']:.3f})"])
+    return markdown_table(["Qwen2.5-Coder-0.5B on NQ", "exact match"], rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "severe": severe,
+    "severe_again": lambda: severe("severe_again"),
     "held": held,
     "trust_shares": trust_shares,
     "remedies": remedies,
     "remedies_settings": remedies_settings,
     "trust_ppo": lambda: trust_grid("ppo"),
+    "ppo_rates": ppo_rates,
+    "qwen_nq": qwen_nq,
     "alarm": alarm,
     "which_one": which_one,
     "turn_credit": turn_credit,

@@ -47,8 +47,11 @@ def _run(argv: Sequence[str]) -> int:
         return _show(help_text(flatten(config), arguments.config or DEFAULT_CONFIG, arguments.help))
     if arguments.dry_run:
         from sorl_train.preflight.dry_run import plan_text
+        from sorl_train.preflight.duration import Plan, read_measured
 
-        return _show(plan_text(config))
+        told = dict(arguments.plan)
+        measured = {n: value for path in told.pop("measured", ()) for n, value in read_measured(path).items()}
+        return _show(plan_text(config, Plan(**told, measured=measured)))
     if arguments.resume and arguments.overwrite:
         raise UserError("--resume goes on with the run and --overwrite moves it aside: give one of them")
     from sorl_train.preflight.inputs import check_inputs

@@ -106,7 +106,7 @@ def test_a_wheel_holds_all_of_the_packages_and_nothing_else(wheel: Path, sdist: 
     files = {
         f"{package}/{path.relative_to(source).as_posix()}"
         for package, source in sources.items()
-        for path in source.rglob("*.yaml" if source.name == "configs" else "*")
+        for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert held == files

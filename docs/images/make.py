@@ -3,7 +3,8 @@
 python docs/images/make.py            # says which pictures differ from what this makes; exit status 1 if one does
 python docs/images/make.py --write    # draws them
 
-Each follows the reader's light or dark setting. Numbers in a picture are read from docs/stability and docs/recipes.
+Each follows the reader's light or dark setting. Numbers in a picture are read from docs/stability, docs/recipes and
+docs/scaling.
 """
 
 import argparse
@@ -445,6 +446,32 @@ def recipe_nq():
     return recipe("smollm2_nq", (success, turns, kl))
 
 
+def pipeline():
+    """Trajectories a second and GPU, simulated: three ways to sample, a fast retriever and a slow one."""
+    lines = (DOCS / "scaling" / "pipeline.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    picture = Picture(960, 330, "Trajectories a second and GPU over the number of GPUs")
+    gpus, calls = sorted({row["gpus"] for row in rows}), sorted({row["calls"] for row in rows})
+    axes = Axes(picture, 62, 30, 560, 230, (float(gpus[0]), float(gpus[-1])), (0.0, 1.6), log=True)
+    axes.grid(
+        [(float(n), str(n)) for n in gpus], [(0.4 * i, f"{0.4 * i:.1f}") for i in range(5)], "GPUs (H100)"
+    )
+    modes = {"synchronous": "red", "one step off": "gold", "fully asynchronous": "blue"}
+    for place, (mode, tone) in enumerate(modes.items()):
+        for limit in calls:
+            found = [row for row in rows if (row["mode"], row["calls"]) == (mode, limit)]
+            points = [(float(row["gpus"]), row["trajectories_per_s"] / row["gpus"]) for row in found]
+            axes.line(points, tone, 2.5, dashed=limit == calls[0])
+        stale = max(row["staleness"] for row in rows if row["mode"] == mode)
+        picture.text(650, 70 + 52 * place, mode, 13, fill=tone, bold=True)
+        picture.text(
+            650, 90 + 52 * place, f"staleness at most {stale:.1f} steps, on average", 12, kind="mute"
+        )
+    picture.text(650, 226, "the last two are equally fast", 12, kind="mute")
+    picture.text(650, 246, f"dashed: a retriever of {calls[0]} calls at once", 12, kind="mute")
+    return picture
+
+
 SUCCESS = (
     "Success",
     1.0,
@@ -460,6 +487,7 @@ PICTURES = {
     "region": region,
     "recipe_minihop": recipe_minihop,
     "recipe_nq": recipe_nq,
+    "pipeline": pipeline,
 }
 
 

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NoReturn, TypeVar
 
@@ -181,6 +181,26 @@ def _within(bounds: Bounds, value: float) -> float:
 seed = whole(0, MAX_SEED)
 
 
+@contextlib.contextmanager
+def _no_interrupt_is_lost() -> Iterator[None]:
+    """Raise a Ctrl-C again that came where Python drops exceptions, such as in the callback of a weak reference."""
+    before = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            before(dropped)
+            return
+        again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))  # this hook would drop it, too
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 def run_command(
     program: str,
     main: Callable[[list[str]], int],
@@ -206,7 +226,8 @@ def run_command(
         for argument in arguments:
             if argument != valid_text(argument):
                 raise UserError(f"the argument {os.fsencode(argument)!r} is not UTF-8 text: correct it")
-        status = main(arguments)
+        with _no_interrupt_is_lost():
+            status = main(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()  # here, so that a full disk is reported as such
         return status

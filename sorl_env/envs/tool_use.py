@@ -138,7 +138,7 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         example = examples.examples[index]
         self._start(example)
         if self._shared_tools.stateful:
-            self._toolbox = self._shared_tools.for_episode(tool_seed)
+            self._toolbox = self._shared_tools.for_episode(example, tool_seed)
         self._phase = _BEGIN_TURN
         info = {
             "example_id": example.id,

@@ -119,10 +119,10 @@ class Tool(Protocol):
     - ``is_sample = True``: it stands in for the real tool, such as a search in a task's embedded sample.
     - ``url = ".."``: the address of the server behind it, which the error of a call without a reply names.
     - ``close()``: frees what the tool holds.
-    - ``new_episode(seed)``: the tool keeps state. The environment calls this at each reset and uses the returned tool
-      for that episode alone; see docs/add_a_tool.md. A tool without it is shared by all episodes, which may run at the
-      same time. Tools that share their state name the same object as their ``group``: its ``new_episode(seed)`` then
-      returns the episode's tools by name, in one call.
+    - ``new_episode(example, seed)``: the tool keeps state. The environment calls this at each reset and uses the
+      returned tool for that episode alone; see docs/add_a_tool.md. A tool without it is shared by all episodes, which
+      may run at the same time. Tools that share their state name the same object as their ``group``: its
+      ``new_episode`` then returns the episode's tools by name, in one call.
     """
 
     @property
@@ -163,10 +163,11 @@ def keeps_state(tool: object) -> bool:
     return hasattr(tool, "new_episode")
 
 
-def begin_episode(tool: Tool, seed: int, groups: dict[int, Mapping[str, Tool]]) -> Tool:
+def begin_episode(tool: Tool, example: Any, seed: int, groups: dict[int, Mapping[str, Tool]]) -> Tool:
     """The object of a stateful tool that serves one episode.
 
     Args:
+        example: the ``Example`` that the episode is about.
         groups: what the ``new_episode`` of each tool's ``group`` returned in this episode, by the group's ``id``; the
             groups that are asked first are added to it.
 
@@ -175,10 +176,10 @@ def begin_episode(tool: Tool, seed: int, groups: dict[int, Mapping[str, Tool]]) 
     """
     group: Any = getattr(tool, "group", None)
     if group is None:
-        made: Any = tool.new_episode(seed)  # type: ignore[attr-defined]
+        made: Any = tool.new_episode(example, seed)  # type: ignore[attr-defined]
     else:
         if id(group) not in groups:
-            groups[id(group)] = group.new_episode(seed)
+            groups[id(group)] = group.new_episode(example, seed)
         made = groups[id(group)].get(tool.name)
     if made is tool or getattr(made, "name", None) != tool.name or not keeps_state(made):
         raise TypeError(f"tool {tool.name}: new_episode must return another tool of that name, not {made!r}")

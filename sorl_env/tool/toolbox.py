@@ -89,7 +89,7 @@ class Toolbox:
         self._bound = {tool.name: _bind(tool, Threads()) for tool in self.tools}
         self._logged_bugs: set[tuple[str, type[BaseException]]] = set()
 
-    def for_episode(self, seed: int) -> Toolbox:
+    def for_episode(self, example: Any, seed: int) -> Toolbox:
         """A toolbox for one episode: stateful tools are the episode's own, the others are the same objects.
 
         Raises:
@@ -98,7 +98,7 @@ class Toolbox:
         box = copy.copy(self)
         groups: dict[int, Mapping[str, Tool]] = {}
         box.tools = tuple(
-            call_outside(begin_episode, tool, seed, groups) if keeps_state(tool) else tool
+            call_outside(begin_episode, tool, example, seed, groups) if keeps_state(tool) else tool
             for tool in self.tools
         )
         own = (tool for tool in box.tools if keeps_state(tool))

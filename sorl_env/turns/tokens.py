@@ -16,7 +16,7 @@ from sorl_env.turns.tags import ParsedTurn
 # A tag, a word, or one mark: the tokens of ``model=tiny``, which decoding joins with blanks.
 WORD_OR_MARK = r"</?\w+>|\w+|[^\w\s]"
 
-# ``model=tiny`` also knows the words of so many first dialogues of its task's expert.
+# ``model=tiny`` also knows the words of this many dialogues, the first ones of its task's expert.
 TINY_DIALOGUES = 64
 
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], ControlTokens]] = weakref.WeakKeyDictionary()

@@ -36,6 +36,7 @@ from sorl_train.config.settings import TrainConfig
 
 DEFAULT_CONFIG = "quickstart"
 STUDIES = "studies"  # the folder of sorl-lab's studies among the packaged configs
+CLUSTER = "cluster"  # that of the environment for GPUs and of jobs for clusters, which are no configs
 _OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes the task
 
 
@@ -104,7 +105,8 @@ def config_folder() -> Path:
 def packaged_configs() -> dict[str, str]:
     """The packaged configs by name (``quickstart``, ``paper/NAME``), each with the first line of its comment."""
     folder = config_folder()
-    paths = [path for path in folder.rglob("*.yaml") if path.parent != folder / STUDIES]
+    others = folder / STUDIES, folder / CLUSTER
+    paths = [path for path in folder.rglob("*.yaml") if path.parent not in others]
     return {
         path.relative_to(folder).with_suffix("").as_posix(): (
             path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")

@@ -11,6 +11,7 @@ import argparse
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sorl_env.commands.command import Parser
@@ -42,11 +43,18 @@ _FLAGS = {
     "resume": "go on with the run in --run_dir",
     "overwrite": "move an earlier run in --run_dir aside",
 }
+# What --dry_run reckons time and cost with: metavar, help.
+_PLAN: dict[str, tuple[str, str]] = {
+    "gpu": ("NAME", "with --dry_run: H100, H200, A100-80 or H20 [H100]"),
+    "price": ("NUMBER", "with --dry_run: what a GPU costs for an hour"),
+    "measured": ("FILE", "with --dry_run: a run, or a file of figures"),
+}
 
 
 class Arguments(NamedTuple):
     """A parsed command line: a packaged name or path, dotted names with their values, and flags. ``help`` is the
-    section that ``--help`` asks for, empty for a bare ``--help`` and None without one."""
+    section that ``--help`` asks for, empty for a bare ``--help`` and None without one; ``plan`` has what is given of
+    ``--gpu``, ``--price`` and ``--measured``."""
 
     config: str | None
     overrides: dict[str, Any]
@@ -54,6 +62,7 @@ class Arguments(NamedTuple):
     overwrite: bool
     dry_run: bool
     list_configs: bool
+    plan: dict[str, Any]
     help: str | None
 
 
@@ -64,8 +73,12 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UserError(_about_unknown(unknown))
     values = vars(known)
     own = {name: values.pop(name) for name in ("config", *_FLAGS, "help")}
+    plan = {name: value for name in _PLAN if (value := values.pop(name)) is not None}
+    if plan and not own["dry_run"]:
+        raise UserError(f"--{next(iter(plan))} is for --dry_run alone, which estimates time and cost: add it")
     texts = {name: text for name, text in values.items() if text is not None}
-    return Arguments(overrides={name: value_from_text(name, text) for name, text in texts.items()}, **own)
+    overrides = {name: value_from_text(name, text) for name, text in texts.items()}
+    return Arguments(overrides=overrides, plan=plan, **own)
 
 
 def help_text(values: Mapping[str, Any], config: str, section: str = "") -> str:
@@ -97,6 +110,9 @@ def _parser(section: str = "", values: Mapping[str, Any] | None = None) -> argpa
     parser.add_argument("--config", metavar="NAME_OR_PATH", help=about)
     for name, about in _FLAGS.items():
         parser.add_argument(f"--{name}", action="store_true", help=about)
+    for name, (metavar, about) in _PLAN.items():
+        kind: Any = {"measured": {"action": "append", "type": Path}, "price": {"type": float}}.get(name, {})
+        parser.add_argument(f"--{name}", metavar=metavar, help=about, **kind)
     groups: dict[str, Any] = {}
     for field in fields():
         own = field.name.rpartition(".")[0] or GENERAL
@@ -137,4 +153,5 @@ def _about_unknown(arguments: list[str]) -> str:
     if not options:
         return f"unexpected argument {arguments[0]!r}: options are written --name value, as in --algo so_ppo"
     name = options[0].partition("=")[0]
-    return f"unknown option {name}. {suggest_key(name.lstrip('-'), extra=('config', 'help', *_FLAGS), prefix='--')}"
+    own = ("config", "help", *_FLAGS, *_PLAN)
+    return f"unknown option {name}. {suggest_key(name.lstrip('-'), extra=own, prefix='--')}"

@@ -251,8 +251,8 @@ class UpdateConfig:
     target_kl: PositiveFloat | None = None
     """Take no more actor steps on a batch at this mean token KL to the weights that began it; None: off."""
     trust_kl: Annotated[PositiveFloat | None, STEPS] = None
-    """Trust region: limit of the mean token KL to the weights that began the batch; weights beyond it are
-    moved back, and later steps are smaller (0.01 is a good limit). None: off."""
+    """Trust region: limit of a batch's token KL. It is the mean since the batch began; weights beyond it are moved
+    back, and later steps are smaller (0.01 is a good limit). None: off."""
     trust_max_scale: Annotated[Float, Ge(1), needs("update.trust_kl")] = 1.0
     """Upper bound of the learning-rate multiplier; 1000 lets the trust region find the rate."""
     critic_warmup_steps: Annotated[NonNegativeInt, CRITIC] = 0
@@ -270,7 +270,7 @@ class TrainConfig:
     engine: Annotated[Literal["local", "openrlhf"], PLACE] = "local"
     """local: PyTorch on one machine; openrlhf: Ray, vLLM and DeepSpeed on many GPUs. Paper: openrlhf."""
     task: Annotated[str, TRAINED] = "minihop"
-    """Name of a task, package.module:TASK, or path of a .py file."""
+    """Name, package.module:TASK, or a path."""
     task_args: UserKeys = field(default_factory=dict)
     """Arguments of the task, if it takes any: --task_args.hops "[1, 2]"."""
     model: Annotated[str, TRAINED] = "tiny"
@@ -283,7 +283,7 @@ class TrainConfig:
     chat_template: Bool = True
     """Wrap the prompt in the tokenizer's chat template, if it has one."""
     data: Annotated[str | None, TRAINED] = None
-    """Training examples: a file, a folder or hf:OWNER/NAME; None: the task's embedded ones."""
+    """Training examples: file, folder or hf:OWNER/NAME; None: the task's embedded ones."""
     eval_data: str | None = None
     """Evaluation examples; None: the same source as data."""
     split: str = "train"

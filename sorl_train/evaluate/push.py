@@ -34,7 +34,7 @@ def _push(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", arguments.repo):
-        raise UserError(f"{arguments.repo!r} is no repository of the hub: give OWNER/NAME")
+        raise UserError(f"{arguments.repo!r} is not the name of a hub repository: give OWNER/NAME")
     source = Path(arguments.source).expanduser()
     if source.is_file():
         if sum(1 for _ in iter_jsonl(source)) == 0:

@@ -99,7 +99,7 @@ class EvalResult:
         """A line of ``results.jsonl``. Raises ``UserError``, naming ``where``, for a record that is not a result."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(record, dict) or record.keys() != names:
-            wrong = sorted(names ^ record.keys()) if isinstance(record, dict) else ["it is no JSON object"]
+            wrong = sorted(names ^ record.keys()) if isinstance(record, dict) else ["it is not a JSON object"]
             raise UserError(
                 f"{where}: not a result of sorl-eval ({', '.join(wrong)} missing or unknown); name another folder"
             )

@@ -12,6 +12,10 @@ Tokens after a trajectory's last loss token are not computed, nor are trajectori
 that of padded rows, up to rounding. Models whose attention this cannot express keep padded rows:
 ``rollout/model_check.py`` finds out when a model is loaded.
 
+On a GPU the branches stay in one row: as they are packed in the order of a depth-first search, a token sees those
+before it whose subtree it is in, which FlexAttention computes without a mask in memory. It has no backward pass on a
+CPU.
+
 The attention is registered with transformers, and does decoding steps and all else as well. Torch's fast attention is
 slow on a CPU where a group of heads shares its keys, and where there is one query. Both are written in a faster way
 here; what they compute is the same up to rounding.
@@ -20,17 +24,21 @@ here; what they compute is the same up to rounding.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 SAVES = 0.9  # rows are packed where that leaves at most this share of the padded tokens
 WORTH_A_BRANCH = 8  # tokens that a common beginning must save
 SHORTEST = 0.8  # rows of attention are padded to one length down to this share of it
+FLEX_BLOCK = 128  # tokens; FlexAttention skips pairs of blocks that do not see each other
 PACKED = "sorl_packed"  # the name of the attention, in ``model.config._attn_implementation``
 # What the attentions written here know of; a window is in the mask already.
 PLAIN = {"dropout", "scaling", "sliding_window", "position_ids", "use_cache"}
@@ -42,7 +50,7 @@ class Block:
 
     queries: Tensor  # (R, W) the packed tokens of each row, padded with 0
     keys: Tensor  # (R, P + W) those that the row may attend to: its beginning, then its own
-    mask: Tensor | None  # (R, 1, W, P + W) bool, which it does attend to; None without a beginning: causal
+    begins: Tensor  # (R,) the tokens of its beginning; the others of the first P keys are padding
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,9 @@ class Packed:
     where: Tensor  # (B, T) the packed token whose state scores token t + 1; 0 where nothing asks for it
     blocks: tuple[Block, ...]  # what attention sees, each packed token once among the queries
     restore: Tensor  # (N,) the place of each packed token in the flattened ``queries`` of all blocks
+    until: Tensor  # (N,) where the subtree of each packed token's branch ends: later tokens before that see the token
+    # Made in the first layer for all: autograd keeps a layer's mask until the backward pass.
+    masks: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
@@ -73,12 +84,17 @@ def pack(token_ids: Tensor, mask: Tensor) -> Packed | None:
     for row, path in tree.paths.items():
         where[row, : len(path)] = path
     blocks, restore = _attention_blocks(tree.own, tree.behind, tree.count, device)
+    until = torch.zeros(tree.count, dtype=torch.long)
+    # a branch comes after those that it grows from
+    for own, behind in zip(tree.own, tree.behind, strict=True):
+        until[torch.cat([behind, own])] = own[-1] + 1
     return Packed(
         torch.cat(tree.tokens)[None].to(device),
         torch.cat(tree.positions)[None].to(device),
         where.to(device),
         blocks,
         restore,
+        until.to(device),
     )
 
 
@@ -164,14 +180,11 @@ def _block(own: list[Tensor], behind: list[Tensor], device: torch.device) -> Blo
     width, before = max(map(len, own)), max(map(len, behind))
     queries = torch.zeros(len(own), width, dtype=torch.long)
     keys = torch.zeros(len(own), before + width, dtype=torch.long)
-    seen = torch.zeros(len(own), 1, width, before + width, dtype=torch.bool)
-    # padding sees itself, so that no row is empty
-    seen[..., before:] = torch.ones(width, width, dtype=torch.bool).tril()
     for number, (places, prefix) in enumerate(zip(own, behind, strict=True)):
         queries[number, : len(places)] = places
         keys[number, : len(prefix)], keys[number, before : before + len(places)] = prefix, places
-        seen[number, ..., : len(prefix)] = True
-    return Block(queries.to(device), keys.to(device), seen.to(device) if before else None)
+    begins = torch.tensor([len(prefix) for prefix in behind])
+    return Block(queries.to(device), keys.to(device), begins.to(device))
 
 
 def inputs(packed: Packed) -> dict[str, Any]:
@@ -221,7 +234,8 @@ def attention(
             if _is_decoding(query, attention_mask):
                 return _one_token(query, key, value, attention_mask, scaling).transpose(1, 2), None
             if query.shape[1] > key.shape[1]:
-                output = _shared_heads(query, key, value, attention_mask, scaling)
+                repeated = attention_mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+                output = _shared_heads(query, key, value, repeated, scaling)
                 return output.transpose(1, 2).contiguous(), None
         found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **kwargs
@@ -231,27 +245,99 @@ def attention(
     # such as the cap of Gemma 2's scores, which packed rows would do without
     if unknown or kwargs.get("dropout"):
         raise TypeError(f"packed rows know no attention with {', '.join(unknown) or 'dropout'}")
+    window, scaling = kwargs.get("sliding_window"), kwargs.get("scaling")
+    if query.device.type == "cuda":
+        output = tree_attention(packed, query, key, value, window, scaling, _compiled())
+        return output.transpose(1, 2).contiguous(), None
     outputs = [
-        _attend(
-            block, query, key, value, packed.positions[0], kwargs.get("sliding_window"), kwargs.get("scaling")
-        )
-        for block in packed.blocks
+        _attend(packed, number, query, key, value, window, scaling) for number in range(len(packed.blocks))
     ]
     restored = torch.cat(outputs).index_select(0, packed.restore)
     return restored[None].contiguous(), None
 
 
-def _attend(
-    block: Block,
+@cache
+def _compiled() -> Callable[..., Any]:
+    """FlexAttention as one kernel; without the compiler it would write out all scores."""
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled
+
+
+def tree_attention(
+    packed: Packed,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    positions: Tensor,
+    window: int | None,
+    scaling: float | None,
+    run: Callable[..., Any] = flex_attention,
+) -> Tensor:
+    """Attention of all branches in one row: (1, heads, N, d) to the same. ``run`` is ``flex_attention`` or what the
+    compiler made of it."""
+    if window not in packed.masks:
+        packed.masks[window] = _block_mask(packed.until, packed.positions[0], window)
+    dtype = _dtype(query)
+    output: Tensor = run(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        block_mask=packed.masks[window],
+        scale=scaling,
+        enable_gqa=query.shape[1] > key.shape[1],
+    )
+    return output
+
+
+def _block_mask(until: Tensor, positions: Tensor, window: int | None) -> BlockMask:
+    """Which blocks of keys each block of queries sees, in part or as a whole, from (N,) ``until`` and ``positions``. It
+    takes (N / FLEX_BLOCK) ** 2 numbers; torch's own function would write out all N ** 2."""
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= query) & (query < until[key])
+        return seen if window is None else seen & (positions[key] > positions[query] - window)
+
+    tokens, count = len(until), -(-len(until) // FLEX_BLOCK)
+    ends = pad(until, (0, count * FLEX_BLOCK - tokens)).view(count, FLEX_BLOCK)
+    starts = torch.arange(count, device=until.device)[:, None] * FLEX_BLOCK
+    earlier = torch.ones(count, count, dtype=torch.bool, device=until.device).tril(-1)
+    seen = earlier & (ends.amax(1) > starts)
+    seen.fill_diagonal_(True)
+    whole = earlier & (ends.amin(1) >= (starts + FLEX_BLOCK).clamp(max=tokens))
+    if window is not None:
+        whole = torch.zeros_like(whole)
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(tokens, tokens),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a bool (rows, columns): how many are set in each row, and the columns with those that are set first."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1)[None, None].int(), order[None, None].int()
+
+
+def _dtype(query: Tensor) -> torch.dtype:
+    """What torch's attention computes in."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+def _attend(
+    packed: Packed,
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     window: int | None,
     scaling: float | None,
 ) -> Tensor:
-    """Attention of one block's rows: (1, heads, N, d) to (R * W, heads, d)."""
-    rows, width = block.queries.shape
+    """Attention of the rows of one block: (1, heads, N, d) to (R * W, heads, d)."""
+    block = packed.blocks[number]
+    rows = len(block.queries)
 
     def pick(tensor: Tensor, index: Tensor) -> Tensor:
         """(1, heads, N, d) -> (R, heads, columns, d)."""
@@ -259,31 +345,42 @@ def _attend(
         return chosen.view(len(chosen), rows, -1, tensor.shape[-1]).transpose(0, 1)
 
     queries, keys, values = pick(query, block.queries), pick(key, block.keys), pick(value, block.keys)
-    mask = block.mask
-    if window is not None:
-        near = positions[block.keys][:, None, None] > positions[block.queries][:, None, :, None] - window
-        if mask is None:
-            mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
-        mask = mask & near
-    if mask is None:
-        shared = query.shape[1] // key.shape[1]
+    shared = query.shape[1] // key.shape[1]
+    if keys.shape[2] == queries.shape[2] and window is None:  # no beginnings
         keys, values = (tensor.repeat_interleave(shared, dim=1) for tensor in (keys, values))
         output = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
     else:
-        output = _shared_heads(queries, keys, values, mask, scaling)
+        made = (number, window, shared, _dtype(query))
+        if made not in packed.masks:
+            packed.masks[made] = _added_mask(block, packed.positions[0], window, shared, _dtype(query))
+        output = _shared_heads(queries, keys, values, packed.masks[made], scaling)
     return output.transpose(1, 2).flatten(0, 1)
 
 
+def _added_mask(
+    block: Block, positions: Tensor, window: int | None, shared: int, dtype: torch.dtype
+) -> Tensor:
+    """(R, 1, shared * W, P + W), to be added to the scores of ``shared`` heads at a time."""
+    width, device = block.queries.shape[1], positions.device
+    columns = torch.arange(block.keys.shape[1], device=device)
+    own = columns - (block.keys.shape[1] - width)
+    # padding sees itself, so that no row is empty
+    causal = (own >= 0) & (own <= torch.arange(width, device=device)[:, None])
+    seen = causal | (columns < block.begins[:, None, None, None])
+    if window is not None:
+        near = positions[block.keys][:, None, None] > positions[block.queries][:, None, :, None] - window
+        seen = seen & near
+    added = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+    return added.repeat(1, 1, shared, 1)
+
+
 def _shared_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention (b, heads, n, d) under a mask (b, 1, n, w), where several heads of queries may share one of keys. Heads
-    that share their keys become more queries of one head. So keys are not copied for each, and torch's kernel for CPUs
-    is faster on more queries at a time."""
+    """Attention (b, heads, n, d) under a mask (b, 1, shared * n, w), where ``shared`` heads of queries share one of
+    keys. They become more queries of one head. So keys are not copied for each, and torch's kernel for CPUs is faster
+    on more queries at a time."""
     rows, heads, width, _ = query.shape
-    shared = heads // key.shape[1]
-    queries = query.reshape(rows, heads // shared, shared * width, -1)
-    output = scaled_dot_product_attention(
-        queries, key, value, attn_mask=mask.repeat(1, 1, shared, 1), scale=scaling
-    )
+    queries = query.reshape(rows, key.shape[1], heads // key.shape[1] * width, -1)
+    output = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(rows, heads, width, -1)
 
 

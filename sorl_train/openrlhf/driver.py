@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 # Not secret: they go through runtime_env, and so into Ray's logs.
 FORWARDED = (
@@ -48,6 +49,15 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, object]:
     if "PYTHONPATH" in plain:  # Python reads it before the worker changes its folder
         plain["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, plain["PYTHONPATH"].split(os.pathsep)))
     return {"env_vars": plain, "worker_process_setup_hook": HOOK}
+
+
+def cluster(environment: Mapping[str, str]) -> dict[str, Any]:
+    """For ``ray.init``: the cluster at ``RAY_ADDRESS``, or a new one. Without ``local`` Ray would join any cluster that
+    runs on this machine. On a CPU it counts GPUs that do not exist; a cluster that is joined has counted already."""
+    if "RAY_ADDRESS" in environment:
+        return {}
+    gpus = int(environment.get("SORL_LOGICAL_GPUS", 0))
+    return {"address": "local"} | ({"num_gpus": gpus, "num_cpus": 2 * gpus + 6} if gpus else {})
 
 
 @contextmanager
@@ -101,10 +111,7 @@ def main() -> None:
 
     join_lock()
 
-    # on a CPU, Ray counts GPUs that do not exist; a cluster that is joined has counted already
-    gpus = None if "RAY_ADDRESS" in os.environ else os.environ.get("SORL_LOGICAL_GPUS")
-    resources = {"num_gpus": int(gpus), "num_cpus": 2 * int(gpus) + 6} if gpus else {}
-    ray.init(runtime_env=runtime_env(os.environ), include_dashboard=False, **resources)
+    ray.init(runtime_env=runtime_env(os.environ), include_dashboard=False, **cluster(os.environ))
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(workers.PolicyWorker)
     ppo_critic.CriticModelActor = ray.remote(num_gpus=1)(workers.CriticWorker)
     vllm_engine.RolloutRayActor = ray.remote(workers.RolloutWorker)

@@ -1,27 +1,34 @@
-"""What the engine refuses in a config, and the versions of packages that it was tested with."""
+"""What the engine refuses: settings of a config, and versions of packages that it was not tested with."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sorl_env.errors import UserError, install_command
+from sorl_train.config.files import CLUSTER, config_folder
 from sorl_train.config.run_settings import ClusterConfig, RolloutConfig
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import TrainConfig, UpdateConfig
 from sorl_train.models.policy import VALUE_HEAD_FILE, ModelShape
 from sorl_train.openrlhf.flags import Placement, problems_of
 
+CUDA_PINS = config_folder() / CLUSTER / "cuda_pins.txt"
+
+
+def _pinned(*names: str) -> dict[str, str]:
+    lines = CUDA_PINS.read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    return {name: pins[name] for name in names}
+
+
 # The engine overrides internals of these packages, which other versions may have changed.
-TESTED = {
-    "openrlhf": "0.11.2",
-    "ray": "2.55.0",
-    "deepspeed": "0.19.6",
-    "transformers": "5.15.0",
-    "vllm": "0.29.0",
-}
+TESTED = _pinned("openrlhf", "ray", "deepspeed", "transformers", "vllm")
 # Attention kernels of transformers that are packages of their own. OpenRLHF itself imports the first one.
 KERNELS = {
     "flash_attention_2": ["flash-attn"],
@@ -34,7 +41,7 @@ def critic_start(start: str) -> str:
     """One line that says where the critic's weights, which are those of ``start``, and its value head come from."""
     if (Path(start) / VALUE_HEAD_FILE).is_file():
         return f"critic: starts from {start} with the value head that is there ({VALUE_HEAD_FILE})"
-    return f"critic: starts from {start} with a value head of zeros, as it has no {VALUE_HEAD_FILE}: all values are 0"
+    return f"critic: starts from {start}, which has no {VALUE_HEAD_FILE}, with a value head of zeros"
 
 
 def check(config: TrainConfig) -> None:
@@ -125,8 +132,11 @@ def check_versions() -> None:
         raise UserError(
             "engine=openrlhf overrides internals of these packages, and was tested with these versions only:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
-            + f"\nInstall them into an environment of their own ({install_command('openrlhf')}, and after it "
-            f"pip install --no-deps openrlhf=={TESTED['openrlhf']}; without a GPU: make openrlhf), or use engine=local"
+            + "\nInstall them into an environment of their own: on Linux with Python 3.12\n"
+            f"  pip install --no-deps -r {CUDA_PINS}\n"
+            f"and sorl after it, with --no-deps as well; with another Python {install_command('openrlhf')},\n"
+            f"and after it pip install --no-deps openrlhf=={TESTED['openrlhf']}; without a GPU make openrlhf. Or use "
+            "engine=local"
         )
 
 
@@ -140,6 +150,21 @@ def check_attention(flags: Mapping[str, Any]) -> None:
                 f"(pip install --no-build-isolation {package} compiles it). Or leave the flag out: sdpa, torch's own "
                 "kernel, needs no package"
             )
+
+
+def check_compilers() -> None:
+    """Raise ``UserError`` if torch sees a GPU and a compiler is missing, which DeepSpeed needs at its first start."""
+    if not torch.cuda.is_available():
+        return
+    from torch.utils.cpp_extension import CUDA_HOME  # searched for at its import, with setuptools
+
+    found = {"nvcc": CUDA_HOME and (Path(CUDA_HOME) / "bin" / "nvcc").is_file(), "g++": shutil.which("g++")}
+    if missing := [name for name, where in found.items() if not where]:
+        raise UserError(
+            f"DeepSpeed compiles its optimizer at the first start, and vLLM some kernels: {' and '.join(missing)} "
+            f"cannot be found. Install g++ and the CUDA toolkit {torch.version.cuda or ''}, and let CUDA_HOME point "
+            f"to it (it is {CUDA_HOME or 'not set'})"
+        )
 
 
 def installed(name: str) -> str | None:

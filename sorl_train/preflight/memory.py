@@ -12,6 +12,8 @@ float32; the reference 4 P; and in turns
   times, as it doubles while it grows; in bfloat16 also a copy of the weights. vLLM takes its own share of the GPU;
 - scoring b m' (L (4 h + 3 i) + A V), with m' of update.log_prob_micro_batch_size;
 - updating: what autograd keeps, and the action tokens' logits with their gradient, 2 b m A V.
+The mask of packed rows, once for all layers, is m L^2 (1 + b heads / kv_heads) on a CPU; on a GPU a list of pairs of
+blocks of FLEX_BLOCK tokens, 32 (m L / FLEX_BLOCK)^2 while it is made: 134 MB for 64 rows of 4,096 tokens.
 
 With OpenRLHF (``estimate_cluster_memory``) weights and gradients are bfloat16. A rank needs for each model, in bytes:
 
@@ -40,9 +42,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from sorl_env.task import Limits
 from sorl_train.config.settings import TrainConfig
 from sorl_train.losses.log_probs import CPU_CHUNK, GPU_CHUNK
+from sorl_train.models.forward import compute_dtype
+from sorl_train.models.packing import FLEX_BLOCK
 from sorl_train.models.policy import ModelShape, model_shape
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.rollout.sampler import KEPT_CACHE
@@ -57,6 +63,7 @@ SUB_GROUP = 1_000_000_000  # sub_group_size: the elements of one step of ZeRO-3'
 PROCESS = 1_000_000_000  # a process's CUDA context and communication buffers
 VLLM_WORK = 2_000_000_000
 CPU_CACHE = 1 << 30  # VLLM_CPU_KVCACHE_SPACE of a run on a CPU
+SPARE = 2  # checkpoints beside those that are kept: the best one, and one that is being written
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,18 @@ def gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, compute_bytes: int) -> Memory:
-    """What one machine needs; ``compute_bytes`` is 4 for float32 and 2 for bfloat16."""
+def checkpoint_size(config: TrainConfig, shape: ModelShape) -> int:
+    """Bytes on disk of a checkpoint that a run can go on from: weights and moments in float32; with OpenRLHF the
+    weights that are trained, DeepSpeed's master weights and moments, and the policy as a transformers folder."""
+    critic = shape.critic_parameters if config.algorithm.needs_critic else 0
+    if config.engine == "openrlhf":
+        return 14 * (shape.parameters + critic) + 2 * shape.parameters
+    return 4 * (shape.parameters + critic) + 8 * (shape.trained + critic)
+
+
+def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, device: torch.device) -> Memory:
+    """What one machine needs on this device."""
+    compute_bytes = compute_dtype(config.hardware.dtype, device).itemsize
     update, tokens, actions = config.update, limits.max_trajectory_tokens, _action_tokens(limits)
     critic = shape.critic_parameters if config.algorithm.needs_critic else 0
     reference = model_shape(config.loss.kl_model) if config.loss.kl_model else shape
@@ -126,6 +143,12 @@ def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, comp
         sampling += compute_bytes * shape.parameters if compute_bytes < 4 else 0
     scoring = scored * (tokens * shape.scoring_width + actions * shape.vocabulary)
     updating = micro * (tokens * kept + 2 * actions * shape.vocabulary)
+
+    def mask(rows: int) -> int:
+        if device.type == "cuda":
+            return 32 * (-(-rows * tokens // FLEX_BLOCK)) ** 2
+        return rows * tokens**2 * (1 + compute_bytes * (shape.heads // shape.key_value_heads))
+
     kept_cache = min(sampling, KEPT_CACHE)
     return Memory(
         lasting={
@@ -136,8 +159,10 @@ def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, comp
         },
         phases={
             "sampling": sampling,
-            "scoring": kept_cache + compute_bytes * scoring,
-            "updating": kept_cache + compute_bytes * max(updating, critic_micro * tokens * kept),
+            "scoring": kept_cache + compute_bytes * scoring + mask(scored),
+            "updating": kept_cache
+            + compute_bytes * max(updating, critic_micro * tokens * kept)
+            + mask(max(micro, critic_micro)),
         },
         host={"trust region": 4 * shape.trained if update.trust_kl is not None else 0},
     )
@@ -148,9 +173,9 @@ def _action_tokens(limits: Limits) -> int:
 
 
 def estimate_cluster_memory(
-    config: TrainConfig, shape: ModelShape, limits: Limits, *, bucket: int = BUCKET
+    config: TrainConfig, shape: ModelShape, limits: Limits, *, gpu: int = H100, bucket: int = BUCKET
 ) -> Memory:
-    """What each GPU (of an H100's size) and each host need with OpenRLHF; ``bucket`` is DeepSpeed's, in elements."""
+    """What each GPU (of ``gpu`` bytes) and each host need with OpenRLHF; ``bucket`` is DeepSpeed's, in elements."""
     sizes = _Sizes(config, shape, limits, bucket)
     place, cluster, on_cpu = sizes.place, config.cluster, sizes.on_cpu
     policy = shape.parameters
@@ -163,7 +188,7 @@ def estimate_cluster_memory(
 
     weights = 2 * policy // cluster.vllm_tensor_parallel
     work = 0 if on_cpu else VLLM_WORK
-    cache = CPU_CACHE if on_cpu else max(0, int(cluster.vllm_memory * H100) - weights - work)
+    cache = CPU_CACHE if on_cpu else max(0, int(cluster.vllm_memory * gpu) - weights - work)
     # with fewer heads than GPUs, GPUs hold copies
     heads = min(cluster.vllm_tensor_parallel, shape.key_value_heads)
 

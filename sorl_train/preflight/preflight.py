@@ -26,11 +26,11 @@ from sorl_tools.corpus import read_corpus
 from sorl_tools.index.index import find_damage, read_manifest
 from sorl_tools.search.http import TOKEN_VARIABLE, HttpSearch
 from sorl_train.config.settings import TINY
-from sorl_train.models.forward import compute_dtype, pick_device
+from sorl_train.models.forward import pick_device
 from sorl_train.models.policy import load_tokenizer, model_shape
-from sorl_train.openrlhf.engine_limits import check_attention, check_model, check_versions
+from sorl_train.openrlhf.engine_limits import check_attention, check_compilers, check_model, check_versions
 from sorl_train.preflight.inputs import UNASKED, Finding, PreflightContext, check_settings, planned, repeats
-from sorl_train.preflight.memory import estimate_memory, gigabytes
+from sorl_train.preflight.memory import SPARE, checkpoint_size, estimate_memory, gigabytes
 from sorl_train.rollout.environments import limits, refuse_test_questions
 from sorl_train.run.folder import RunDir
 
@@ -38,7 +38,7 @@ _WHOLE_MODEL = (
     "give --model a transformers folder or a hub name, with config.json, tokenizer.json, tokenizer_config.json and "
     "weights"
 )
-LIBRARIES = 1_500_000_000  # bytes that the interpreter, torch and transformers need themselves
+LIBRARIES = 2_000_000_000  # bytes for the interpreter, torch and transformers: 1.3 and 1.9 GB on two machines
 
 
 def examine(run: PreflightContext, names: Collection[str] = ()) -> Iterator[Finding]:
@@ -80,6 +80,8 @@ def _versions(run: PreflightContext) -> None:
     if run.config.engine == "openrlhf":
         check_versions()
         check_attention(run.config.cluster.flags)
+        if run.config.hardware.device != "cpu":
+            check_compilers()
 
 
 def _task(run: PreflightContext) -> None:
@@ -176,8 +178,7 @@ def _memory(run: PreflightContext) -> Iterator[Finding]:
         yield Finding("memory", "ok", f"{gigabytes(free)} free here; {hint}")
         return
     device = pick_device(config.hardware.device)
-    width = compute_dtype(config.hardware.dtype, device).itemsize
-    estimate = estimate_memory(config, run.shape, limits(run.task, config.limits), width)
+    estimate = estimate_memory(config, run.shape, limits(run.task, config.limits), device)
     need = estimate.total(estimate.peak)
     if device.type == "cuda":
         on_gpu, _ = torch.cuda.mem_get_info(device)
@@ -219,9 +220,7 @@ def _run_folder(run: PreflightContext) -> Iterator[Finding]:
     folder = _writable(Path(config.run_dir or "runs").absolute())
     need = 100_000_000  # trajectories, metrics, the report
     if run.shape is not None:
-        critic = run.shape.critic_parameters if config.algorithm.needs_critic else 0
-        one = 4 * (run.shape.parameters + critic) + 8 * (run.shape.trained + critic)
-        need += one * (config.checkpoint.keep + 2)  # and the best one, and one that is being written
+        need += checkpoint_size(config, run.shape) * (config.checkpoint.keep + SPARE)
     free = shutil.disk_usage(folder).free
     detail = f"up to {gigabytes(need)} for checkpoints, {gigabytes(free)} free at {folder}"
     fix = "" if need <= free else "give a --run_dir on a larger disk, or lower checkpoint.keep"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, install_command
 from sorl_env.rollout import SampledTurn, SamplingParams
 from sorl_train.config.settings import SamplerConfig
 from sorl_train.models.forward import compute_dtype
@@ -39,7 +39,7 @@ class VllmSampler:
             from vllm import EngineArgs, LLMEngine
         except ImportError as error:
             raise UserError(
-                "sampler.backend=vllm needs vLLM: pip install vllm, or use sampler.backend=transformers"
+                f"sampler.backend=vllm needs vLLM: {install_command('vllm')}, or use sampler.backend=transformers"
             ) from error
         device = next(model.parameters()).device
         args = EngineArgs(

@@ -106,7 +106,7 @@ class CollapseAlarm:
         share = _number(metrics, "rollout/valid_turn_rate")
         if share == math.inf:
             return share
-        # earlier versions did not count turns: as if there were so many that chance plays no part
+        # earlier versions did not count turns: take a count so large that chance plays no part
         self._valid.append((share, _number(metrics, "rollout/turns", missing=1e12)))
         shares = [_pooled([*self._valid][-steps:]) for steps in range(1, len(self._valid) + 1)]
         self._best_valid = max(self._best_valid, *shares, key=lambda valid: valid[0] - _chance(0.5, valid[1]))

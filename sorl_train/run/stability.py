@@ -7,7 +7,6 @@ import math
 import resource
 import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,8 +77,6 @@ class Summary:
         step, best = self.best_step, self.best_success
         if self.saved is not None and (best is None or best < self.saved[1]):
             step, best = self.saved
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
         return {
             "cold_start_success": self.cold_start_success,
             "final_success": self.final_success,
@@ -87,8 +84,18 @@ class Summary:
             "best_step": step,
             "search_off_success": self.search_off_success,
             "wall_s": round(self.wall_s, 1),
-            "peak_rss_mb": round(memory, 1),
+            "peak_rss_mb": round(peak_rss() / 2**20, 1),
         }
+
+
+def peak_rss() -> int:
+    """The most memory, in bytes, that this process has taken. On Linux ``getrusage`` also counts what the process took
+    that started it."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:  # not Linux; bytes on macOS
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 WINDOW = 3  # evaluations that ``kept_mean`` averages

@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -230,3 +232,16 @@ def test_a_reader_who_leaves() -> None:
     assert playing.stderr is not None
     err = playing.stderr.read()
     assert playing.wait(timeout=60) == 0 and b"Traceback" not in err and b"Exception ignored" not in err
+
+
+def test_an_interrupt_that_python_drops_comes_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(_: Sequence[str]) -> int:
+        words = {"a word"}
+        watched = weakref.ref(words, lambda _: signal.raise_signal(signal.SIGINT))
+        del words  # the callback runs, and what it raises is dropped
+        assert watched() is None
+        time.sleep(30)
+        return 0
+
+    assert run_command("sorl-x", main, []) == 130
+    assert capsys.readouterr().err == "\nsorl-x: interrupted\n"

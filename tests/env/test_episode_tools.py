@@ -39,7 +39,7 @@ class Notebook:
         self.notes.append(f"{text} {self.draw.randrange(1000)}")
         return ", ".join(self.notes)
 
-    def new_episode(self, seed: int) -> Notebook:
+    def new_episode(self, example: Any, seed: int) -> Notebook:
         made = Notebook(seed, self.inline, self.opened)
         self.opened.append(made)
         return made
@@ -157,7 +157,7 @@ def test_an_outage_and_the_end_of_an_episode_close_its_tools(noting: Task, noteb
 
 def test_what_is_no_stateful_tool(make_task: Callable[..., Task]) -> None:
     class Same(Notebook):
-        def new_episode(self, seed: int) -> Notebook:
+        def new_episode(self, example: Any, seed: int) -> Notebook:
             return self
 
     with pytest.raises(TypeError, match="new_episode must return another tool of that name"):

@@ -105,7 +105,7 @@ def test_the_listed_tools_of_one_group_begin_an_episode_together() -> None:
     class Group:
         begun = 0
 
-        def new_episode(self, seed: int) -> dict[str, Any]:
+        def new_episode(self, example: Any, seed: int) -> dict[str, Any]:
             self.begun += 1
             return {name: Remembering(name, self) for name in ("first", "second")}
 
@@ -114,8 +114,8 @@ def test_the_listed_tools_of_one_group_begin_an_episode_together() -> None:
             super().__init__(name)
             self.group = group
 
-        def new_episode(self, seed: int) -> Any:
-            return self.group.new_episode(seed)[self.name]
+        def new_episode(self, example: Any, seed: int) -> Any:
+            return self.group.new_episode(example, seed)[self.name]
 
     group = Group()
     env = ToolUseEnv(TASK, tools=[Remembering("first", group), add, Remembering("second", group)])

@@ -157,12 +157,12 @@ class Notebook:
             return "Noted."
         return "; ".join(self.notes) or "Nothing."
 
-    def new_episode(self, seed: int) -> Any:
+    def new_episode(self, example: Any, seed: int) -> Any:
         return type(self)()
 
 
 class Sharing(Notebook):
-    def new_episode(self, seed: int) -> Any:
+    def new_episode(self, example: Any, seed: int) -> Any:
         made = type(self)()
         made.notes = self.notes
         return made

@@ -224,8 +224,8 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     assert main(["--dry_run", *options.split()]) == 0
     out = capsys.readouterr().out
     for part in (
-        "* optim.lr: 0.0005  (default 1e-06)",
-        "  loss.gamma: 1.0",
+        "  optim.lr: 0.0005  (default 1e-06)",
+        " others have their defaults (sorl-train --help all)",
         "train: embedded, split train",
         "first prompt",
         "search: ",

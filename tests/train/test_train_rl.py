@@ -182,6 +182,7 @@ def test_resume_after_kill_9_repeats_the_uninterrupted_run(
         process = subprocess.Popen(command(killed, **SHORT, **settings), stdout=log, stderr=subprocess.STDOUT)
         # test_kills.py stops a run at chosen system calls; here any moment will do that is well before the end
         wait_for_step(killed / "metrics.jsonl", random.randint(0, 2), process, tmp_path / "log")
+        wait_until(lambda: any(killed.glob("checkpoints/step_*")), (tmp_path / "log").read_text)
         process.send_signal(signal.SIGSTOP)
         before = contents(killed)
         for more in (["--resume"], ["--overwrite", *words], words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ class FlatVectors:
 
 
 class FaissVectors:
-    """A memory-mapped index file of FAISS. It is searched on a GPU if FAISS supports that for this kind of index.
-    ``settings`` are FAISS's search parameters, such as ``{"nprobe": 64}``."""
+    """A memory-mapped index file of FAISS. FAISS's build for GPUs copies it to all of them, if it can this kind of
+    index. ``settings`` are FAISS's search parameters, such as ``{"nprobe": 64}``."""
 
     def __init__(self, path: Path, settings: Mapping[str, int]) -> None:
         faiss = faiss_module()
@@ -95,10 +96,14 @@ class FaissVectors:
         except RuntimeError as error:
             raise UserError(f"{path}: FAISS cannot read it ({faiss_reason(error)})") from error
         self.shape = (self._index.ntotal, self._index.d)
-        if faiss.get_num_gpus() > 0 and "efSearch" not in settings:
-            self._index = faiss.index_cpu_to_all_gpus(self._index)
-        for name, value in settings.items():
+        for (
+            name,
+            value,
+        ) in settings.items():  # before the copy, which takes them along and knows no such names
             faiss.ParameterSpace().set_index_parameter(self._index, name, value)
+        if faiss.get_num_gpus() > 0:
+            with suppress(RuntimeError):  # most compressed kinds are for processors only
+                self._index = faiss.index_cpu_to_all_gpus(self._index)
 
     def search(self, queries: Floats, top_k: int) -> Iterator[tuple[npt.NDArray[np.int64], Floats]]:
         """As ``FlatVectors.search``, with the scores of the compressed vectors."""

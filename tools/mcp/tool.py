@@ -72,9 +72,9 @@ class EpisodeTool(McpTool):
         super().__init__(server, listed, fingerprint)
         self.group = group
 
-    def new_episode(self, seed: int) -> McpTool:
+    def new_episode(self, example: object, seed: int) -> McpTool:
         """The tool for one episode, when it is the server's only one; a toolbox asks the group."""
-        return self.group.new_episode(seed)[self.name]
+        return self.group.new_episode(example, seed)[self.name]
 
 
 class EpisodeGroup:
@@ -83,8 +83,9 @@ class EpisodeGroup:
     def __init__(self, tools: dict[str, McpTool]) -> None:
         self.tools = tools
 
-    def new_episode(self, seed: int) -> dict[str, McpTool]:
-        """The tools for another episode, by name. The server gets no seed: the protocol has none."""
+    def new_episode(self, example: object, seed: int) -> dict[str, McpTool]:
+        """The tools for another episode, by name. The server learns neither the example nor the
+        seed: the protocol has no place for them."""
         server = next(iter(self.tools.values())).server
         fresh, group = McpServer(server.target, server.timeout_s, keeps_state=True), EpisodeGroup({})
         for name, tool in self.tools.items():

@@ -6,6 +6,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,35 @@ def test_compressed_kinds_find_what_flat_finds(
     overlap = sum(len(a & b) for a, b in zip(wanted, found, strict=True)) / 500
     assert overlap > 0.85
     assert manifest.hash == build([corpus], tmp_path / "again", "dense", dense=options).hash
+
+
+@pytest.mark.parametrize(("kind", "fits_a_gpu"), [("IVF4,Flat", True), ("sq4", False)])
+def test_a_build_for_gpus_is_given_what_it_can_hold(
+    corpus: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    fits_a_gpu: bool,
+) -> None:
+    """Stands for FAISS on a GPU, which refuses most compressed kinds and takes the lists to read from the original."""
+    options = DenseOptions(model=str(tiny_model), faiss=kind)
+    manifest = build([corpus], tmp_path / "index", "dense", dense=options)
+    copied = []
+
+    def copy_to_gpus(index: Any) -> Any:
+        if not fits_a_gpu:
+            raise RuntimeError("This index type is not implemented on GPU.")
+        copied.append(index.nprobe)
+        return index
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", copy_to_gpus, raising=False)
+    settings = manifest.parameters["dense"]["settings"]
+    vectors = FaissVectors(tmp_path / "index" / "dense" / "index.faiss", settings)
+    assert copied == ([settings["nprobe"]] if fits_a_gpu else [])
+    ((places, _),) = vectors.search(np.ones((1, vectors.shape[1]), dtype=np.float32), 5)
+    assert len(places) == 5
 
 
 def test_a_stopped_embedding_goes_on_and_ends_the_same(

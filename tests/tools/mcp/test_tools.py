@@ -99,7 +99,7 @@ def test_calls_on_an_event_loop_and_side_by_side(box: Box) -> None:
 def test_a_server_that_keeps_state_is_one_for_each_episode(box: Box) -> None:
     toolbox = box(command("liar", "pid"), per_episode=True)
     assert toolbox.stateful == {"shelf"}
-    first, second = toolbox.for_episode(0), toolbox.for_episode(0)
+    first, second = toolbox.for_episode(None, 0), toolbox.for_episode(None, 0)
     pids = [ask(one, "shelf", "x").reply for one in (first, second, first)]
     assert pids[0] == pids[2] != pids[1]
     assert not any(running(int(pid)) is False for pid in pids)
@@ -110,7 +110,7 @@ def test_a_server_that_keeps_state_is_one_for_each_episode(box: Box) -> None:
 
 def test_a_shared_server_is_one_for_all(box: Box) -> None:
     toolbox = box(command("liar", "pid"))
-    pids = {ask(toolbox.for_episode(seed), "shelf", "x").reply for seed in range(3)}
+    pids = {ask(toolbox.for_episode(None, seed), "shelf", "x").reply for seed in range(3)}
     assert len(pids) == 1
     toolbox.close()
     assert not running(int(pids.pop()))
@@ -188,9 +188,9 @@ def test_the_state_of_an_episode_is_not_lost_silently(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     toolbox = box(command("liar", "die", "once"), retries=2, per_episode=True)
-    episode = toolbox.for_episode(0)
+    episode = toolbox.for_episode(None, 0)
     assert "what it knew of the episode is lost" in outage(episode, "shelf", "x")
-    assert ask(toolbox.for_episode(0), "shelf", "x").reply == "back"
+    assert ask(toolbox.for_episode(None, 0), "shelf", "x").reply == "back"
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def both(model: Any, token_ids: Tensor, mask: Tensor) -> tuple[list[Tensor], lis
     model.zero_grad()
     found = action_stats(model, token_ids, mask, entropy=True, temperature=0.7)
     assert found.entropy is not None
-    weights = torch.linspace(-1.0, 2.0, mask.numel()).view(mask.shape)
+    weights = torch.linspace(-1.0, 2.0, mask.numel(), device=mask.device).view(mask.shape)
     ((found.log_probs + 0.3 * found.entropy) * weights).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [found.log_probs.detach(), found.entropy.detach()], gradients
@@ -144,9 +144,9 @@ def test_the_layout_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = packing.pack(token_ids, mask)
     assert packed is not None
     prompt, own = packed.blocks
-    assert prompt.queries.tolist() == prompt.keys.tolist() == [[0, 1]] and prompt.mask is None
+    assert prompt.queries.tolist() == prompt.keys.tolist() == [[0, 1]] and prompt.begins.tolist() == [0]
     assert own.queries.tolist() == [[2]] and own.keys.tolist() == [[0, 1, 2]]
-    assert own.mask is not None and own.mask.all()
+    assert own.begins.tolist() == [2]
     # the state of 6 scores both first tokens, that of 7 the 8
     assert packed.token_ids.tolist() == [[5, 6, 7]]
     assert packed.positions.tolist() == [[0, 1, 2]]
@@ -230,3 +230,125 @@ def test_the_saved_model_does_not_know_of_it(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert packing.PACKED not in (tmp_path / "config.json").read_text()
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+
+
+# --- on a GPU: one row with the mask of a tree ---
+
+
+def grouped(rows: int, length: int, group: int) -> packing.Packed:
+    """Groups that share a third of their tokens, and half of each group a half, with ends of their own."""
+    draws = torch.Generator().manual_seed(length)
+    token_ids = torch.randint(3, 97, (rows, length), generator=draws)
+    for first in range(0, rows, group):
+        token_ids[first : first + group, : length // 3] = token_ids[first, : length // 3].clone()
+        token_ids[first : first + group // 2, : length // 2] = token_ids[first, : length // 2].clone()
+    mask = torch.zeros(rows, length - 1, dtype=torch.bool)
+    mask[:, length // 4 :] = True
+    for row in mask:
+        row[length - 1 - int(torch.randint(0, length // 4, (), generator=draws)) :] = False
+    packed = packing.pack(token_ids, mask)
+    assert packed is not None
+    return packed
+
+
+def heads(packed: packing.Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of four heads, and keys and values of two, as of Qwen's shared heads."""
+    draws, tokens = torch.Generator().manual_seed(1), packed.token_ids.shape[1]
+    query, key, value = (torch.randn(1, count, tokens, 16, generator=draws) for count in (4, 2, 2))
+    return query, key, value
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 7, 150])
+@pytest.mark.parametrize(("rows", "length", "group"), [(8, 41, 4), (8, 300, 4), (16, 200, 8), (4, 700, 4)])
+def test_a_tree_in_one_row_is_what_the_blocks_are(
+    rows: int, length: int, group: int, window: int | None
+) -> None:
+    packed = grouped(rows, length, group)
+    query, key, value = heads(packed)
+    blocks, _ = packing.attention(
+        None, query, key, value, None, packed=packed, scaling=0.3, sliding_window=window
+    )
+    tree = packing.tree_attention(packed, query, key, value, window, 0.3)
+    torch.testing.assert_close(tree.transpose(1, 2), blocks, atol=1e-5, rtol=1e-5)
+    assert len({len(part.queries) for part in packed.blocks}) > 1 or len(packed.blocks) > 2
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_list_of_blocks_leaves_no_pair_out(window: int | None) -> None:
+    """What the compiled kernel computes: all of a whole block, what the mask says of a partial one, nothing else."""
+    packed = grouped(8, 300, 4)
+    tokens = packed.token_ids.shape[1]
+    made = packing._block_mask(packed.until, packed.positions[0], window)
+    places = torch.arange(tokens)
+    sees = made.mask_mod(torch.tensor(0), torch.tensor(0), places[:, None], places[None])
+    full = torch.zeros(tokens, tokens, dtype=torch.bool)
+    partial = full.clone()
+    assert made.full_kv_num_blocks is not None and made.full_kv_indices is not None
+    lists = (
+        (made.full_kv_num_blocks, made.full_kv_indices, full),
+        (made.kv_num_blocks, made.kv_indices, partial),
+    )
+    for counts, indices, where in lists:
+        for block, count in enumerate(counts[0, 0].tolist()):
+            for other in indices[0, 0, block, :count].tolist():
+                one, two = (slice(128 * number, 128 * number + 128) for number in (block, other))
+                where[one, two] = True
+    assert not (full & partial).any() and (full.any() or window is not None)
+    assert sees[full].all() and not sees[~(full | partial)].any()
+    kept = [value for value in made.as_tuple() if isinstance(value, Tensor)]
+    assert (
+        sum(value.nbytes for value in kept) <= 32 * len(made.kv_num_blocks[0, 0]) ** 2 + 32 * 12
+    )  # the plan's formula
+    parts = [packed.until, *(part for block in packed.blocks for part in vars(block).values())]
+    # nothing grows with pairs of tokens
+    assert max(value.numel() for value in (*kept, *parts)) <= 8 * 300 + 300
+
+
+@pytest.mark.slow
+def test_the_compiled_kernel_computes_the_same() -> None:
+    packed = grouped(8, 300, 4)
+    query, key, value = heads(packed)
+    blocks, _ = packing.attention(None, query, key, value, None, packed=packed, scaling=0.3)
+    compiled = torch.compile(
+        packing.flex_attention, dynamic=False
+    )  # the CPU's compiler fails with dynamic sizes
+    tree = packing.tree_attention(packed, query, key, value, None, 0.3, compiled)
+    torch.testing.assert_close(tree.transpose(1, 2), blocks, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "phi3, window"])
+def test_packed_rows_on_a_gpu(name: str) -> None:
+    model = build(*EXACT[name]).cuda()
+    assert try_packing(model, 256) is None
+    token_ids, mask = (tensor.cuda() for tensor in rows())
+    packed, packed_gradients = both(model, token_ids, mask)
+    model.set_attn_implementation("sdpa")
+    values, gradients = both(model, token_ids, mask)
+    torch.testing.assert_close(packed, values, atol=1e-4, rtol=1e-4)
+    scale = max(float(g.abs().max()) for g in gradients)
+    torch.testing.assert_close(packed_gradients, gradients, atol=1e-4 * scale, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_all_layers_keep_one_mask(layers: int) -> None:
+    """Autograd keeps each layer's mask until the backward pass, so one for each would grow with the layers."""
+    model = build("llama", {**NEW, "num_hidden_layers": layers})
+    assert try_packing(model, 512) is None
+    packed = grouped(8, 100, 4)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**packing.inputs(packed))
+    masks = {mask.untyped_storage().data_ptr(): mask.nbytes for mask in packed.masks.values()}
+    found = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() in masks]
+    with_beginning = [block for block in packed.blocks if block.begins.any()]
+    assert len(masks) == len(with_beginning) and len(found) == layers * len(masks)
+    shared = model.config.num_attention_heads // model.config.num_key_value_heads
+    assert sum(masks.values()) <= 8 * 100**2 * 4 * shared  # the plan's formula

@@ -73,14 +73,16 @@ def is_poisoned(case: Case) -> bool:
 
 
 def policy(case: Case) -> Case:
-    """Metrics of one step, the parameters after it, and what was not finite."""
+    """Metrics of the steps, the parameters after them, and what was not finite."""
     config, batch = case["config"], case["batch"]
     engine = engine_of(case, len(batch), config.update.micro_batch_size)
     if is_poisoned(case):
         engine.module.get_output_embeddings().register_forward_hook(_poison)
     means, not_finite = Means(), None
     try:
-        policy_update(engine, config).step(share_of(batch), case["lr"], means)
+        update = policy_update(engine, config)
+        for _ in range(case.get("steps", 1)):
+            update.step(share_of(batch), case["lr"], means)
     except NonFiniteError as error:
         not_finite = error.what
     return {"metrics": means.result(), "parameters": parameters_of(engine), "not_finite": not_finite}

@@ -36,7 +36,11 @@ STEPS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "two ranks, groups": (2, 3, 1, {"algo": "so_grpo", "rollout.group_size": 4}),
     "two ranks, zero 3, accumulated": (2, 3, 4, {"loss.clip_bias_target": "gradient"}),
     "two ranks, corrected": (2, 2, 4, {"correction.mode": "band", "correction.sequence_mask": 0.6}),
+    # a trajectory for each, and none to train on for the rank with the excluded one
+    "eight ranks": (8, 2, 1, {}),
+    "eight ranks, zero 3": (8, 3, 1, {"loss.clip_bias_target": "gradient"}),
 }
+THREE_STEPS = {"eight ranks": 10.0, "eight ranks, zero 3": 10.0}  # at a rate that three steps bear
 Results = dict[str, dict[str, Any]]
 
 
@@ -63,8 +67,8 @@ def of_algorithm(algo: str) -> TrainConfig:
 @pytest.fixture(scope="module")
 def results(tiny_folder: str, batch: Batch, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What the first rank found, by case; one start for each number of ranks."""
-    cases: dict[int, dict[str, dict[str, Any]]] = {1: {}, 2: {}}
-    common = {"kind": "policy", "model": tiny_folder, "lr": LR}
+    cases: dict[int, dict[str, dict[str, Any]]] = {1: {}, 2: {}, 8: {}}
+    common: dict[str, Any] = {"kind": "policy", "model": tiny_folder, "lr": LR}
     for name, (ranks, stage, accumulation, overrides) in STEPS.items():
         config = settings(**overrides, **{"update.micro_batch_size": len(batch) // ranks // accumulation})
         own = {
@@ -74,6 +78,8 @@ def results(tiny_folder: str, batch: Batch, tmp_path_factory: pytest.TempPathFac
             "dtype": torch.float32,
         }
         cases[ranks][name] = common | own
+        if name in THREE_STEPS:
+            cases[ranks][f"{name}, three steps"] = common | own | {"lr": THREE_STEPS[name], "steps": 3}
     common |= {"batch": batch, "dtype": torch.bfloat16}
     for algo in ALGORITHMS:
         cases[1][algo] = common | {"config": of_algorithm(algo), "stage": 2}
@@ -88,14 +94,15 @@ def results(tiny_folder: str, batch: Batch, tmp_path_factory: pytest.TempPathFac
 
 
 def local_step(
-    folder: str, batch: Batch, config: TrainConfig
+    folder: str, batch: Batch, config: TrainConfig, lr: float = LR, steps: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Parameters before and after a step of plain SGD, and the metrics."""
+    """Parameters before and after steps of plain SGD, and the metrics."""
     model = load_policy(folder, config.hardware.device)
     before = weights_of(model)
-    update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=LR)), config)
+    update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=lr)), config)
     means = Means()
-    update.step(batch, LR, means)
+    for _ in range(steps):
+        update.step(batch, lr, means)
     return before, weights_of(model), means.result()
 
 
@@ -117,6 +124,19 @@ def test_the_step_equals_the_local_engines(
         assert ours == pytest.approx(theirs, rel=1e-5), figure
     scale = (after - before).abs().max()
     torch.testing.assert_close(found["parameters"], after, atol=1e-5 * float(scale), rtol=0)
+
+
+@pytest.mark.parametrize("name", THREE_STEPS)
+def test_eight_ranks_stay_with_one_for_three_steps(
+    name: str, tiny_folder: str, batch: Batch, results: Results
+) -> None:
+    config = settings(**STEPS[name][3])
+    batch, _ = correct(batch, config.correction, config.algorithm.ratio)
+    before, after, _ = local_step(tiny_folder, batch, config, THREE_STEPS[name], 3)
+    found = results[f"{name}, three steps"]["parameters"]
+    once = local_step(tiny_folder, batch, config, THREE_STEPS[name], 1)[1]
+    assert (after - once).abs().max() > 0.5 * (once - before).abs().max()  # the later steps did something
+    torch.testing.assert_close(found, after, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("algo", list(ALGORITHMS))

@@ -147,7 +147,7 @@ def test_a_flag_that_follows_from_a_setting_names_one_that_exists() -> None:
 
 
 def test_where_the_critic_starts_is_said(tmp_path: Path) -> None:
-    assert f"starts from {tmp_path} with a value head of zeros" in critic_start(str(tmp_path))
+    assert f"starts from {tmp_path}, which has no value_head.safetensors, with" in critic_start(str(tmp_path))
     (tmp_path / "value_head.safetensors").write_bytes(b"")
     assert f"starts from {tmp_path} with the value head that is there" in critic_start(str(tmp_path))
 
@@ -161,6 +161,19 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ray 2.55.0 is needed, 2.60.0 is installed" in text
     assert "deepspeed 0.19.6 is needed, none is installed" in text
     assert "openrlhf 0.11.2" not in text and "make openrlhf" in text
+
+
+def test_a_gpu_without_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine_limits.check_compilers()  # no GPU, nothing to compile for one
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr("shutil.which", {"g++": None}.get)
+    with pytest.raises(UserError, match=r"nvcc and g\+\+ cannot be found.*CUDA_HOME point to it \(it is /"):
+        engine_limits.check_compilers()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setattr("shutil.which", {"g++": "/usr/bin/g++"}.get)
+    engine_limits.check_compilers()
 
 
 def test_a_kernel_that_is_not_installed_is_refused_and_the_default_needs_none(

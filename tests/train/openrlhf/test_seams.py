@@ -21,6 +21,7 @@ from sorl_train.config.settings import OptimConfig
 from sorl_train.learner.optimizer_step import adamw
 from sorl_train.models.policy import load_critic, load_policy
 from sorl_train.openrlhf.flags import ALLOWED, as_arguments, openrlhf_flags
+from sorl_train.preflight.duration import SEATS
 from sorl_train.rollout.environments import make_env
 from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
@@ -44,6 +45,15 @@ def test_versions_are_those_tested_with() -> None:
     from sorl_train.openrlhf.engine_limits import check_versions
 
     check_versions()
+
+
+def test_vllm_samples_as_many_trajectories_at_once_as_the_plan_says() -> None:
+    """OpenRLHF makes its engines without a number of their own, and in a context without another default."""
+    from openrlhf.trainer.ray import vllm_engine
+    from vllm.config import SchedulerConfig
+
+    assert SchedulerConfig.DEFAULT_MAX_NUM_SEQS == SEATS
+    assert "max_num_seqs" not in inspect.getsource(vllm_engine)
 
 
 WORKER, TRAINER = "openrlhf.trainer.ray.", "openrlhf.trainer."

@@ -28,7 +28,13 @@ def cluster(importable: None) -> Iterator[None]:
     import ray
 
     variables = CPU_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(import_folders(on_cpu=True))}
-    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    ray.init(
+        address="local",
+        num_cpus=6,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": variables},
+    )
     yield
     ray.shutdown()
 

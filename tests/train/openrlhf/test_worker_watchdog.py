@@ -33,7 +33,7 @@ def remote() -> Iterator[Any]:
         def fail(self) -> None:
             raise ValueError("a bad batch")
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield ray.remote(Worker)
     ray.shutdown()
 

@@ -85,7 +85,7 @@ def test_the_plan_shows_the_command_that_is_run(tiny_folder: str) -> None:
     given["cluster.flags"] = {"ds.overlap_comm": True}
     config = load_config("paper/nq_so_ppo_8gpu", given)
     shown = part(plan_text(config), "OpenRLHF flags").splitlines()[1:]
-    command = [line for line in shown if not line.strip().startswith("off: ")]
+    command = [line for line in shown if not line.strip().startswith("switches that are off: ")]
     assert all(line.endswith(" \\") for line in command[:-1]) and not command[-1].endswith("\\")
     # a shell reads it as the words that launch passes on
     echo = " ".join(line.removesuffix("\\") for line in command).replace(
@@ -98,7 +98,7 @@ def test_the_plan_shows_the_command_that_is_run(tiny_folder: str) -> None:
     assert f"SORL_RUN_DIR='{Path('runs/with space').absolute()}'" in command[0]
     assert "--ds.overlap_comm" in words
     off = {name for name, value in flags.items() if value is False}
-    assert shown[-1].strip() == f"off: {', '.join(name for name in flags if name in off)}"
+    assert shown[-1].strip() == f"switches that are off: {', '.join(name for name in flags if name in off)}"
 
 
 def test_rays_workers_get_the_whole_path_of_a_model(

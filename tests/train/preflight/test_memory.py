@@ -32,6 +32,7 @@ from ..openrlhf.conftest import run_ranks
 SIZES = {"layers": 2, "hidden": 10, "intermediate": 20, "key_value_width": 5, "vocabulary": 50}
 SHAPE = ModelShape(parameters=1000, backbone_parameters=900, trained=1000, **SIZES)
 LIMITS = Limits(max_turns=2, max_new_tokens=30, max_trajectory_tokens=100, max_prompt_tokens=20)
+CPU = torch.device("cpu")
 CONFIG = TrainConfig(
     sampler=SamplerConfig(max_concurrency=7),
     rollout=RolloutConfig(batch_size=8),
@@ -42,7 +43,9 @@ CONFIG = TrainConfig(
 
 
 def test_the_estimate_by_hand() -> None:
-    need = estimate_memory(CONFIG, SHAPE, LIMITS, compute_bytes=4)
+    need = estimate_memory(
+        CONFIG, SHAPE, LIMITS, CPU
+    )  # a mask has 1 + 4 bytes for each pair of tokens of a row
     both = 1000 + 900 + 10 + 1
     assert need.lasting == {
         "weights": 4 * both,
@@ -53,27 +56,32 @@ def test_the_estimate_by_hand() -> None:
     sampling = 3 * 7 * 100 * (2 * 2 * 5 * 4)
     assert need.phases == {
         "sampling": sampling,  # so small a cache is kept beside what follows
-        "scoring": sampling + 4 * 8 * (100 * (4 * 10 + 3 * 20) + 60 * 50),
-        "updating": sampling + 4 * 2 * (100 * 2 * (12 * 10 + 4 * 20) + 2 * 60 * 50),
+        "scoring": sampling + 4 * 8 * (100 * (4 * 10 + 3 * 20) + 60 * 50) + 8 * 100**2 * 5,
+        "updating": sampling + 4 * 2 * (100 * 2 * (12 * 10 + 4 * 20) + 2 * 60 * 50) + 2 * 100**2 * 5,
     }
     assert need.peak == "scoring" and need.total("scoring") == 16 * both + 4000 + need.phases["scoring"]
     assert need.host == {"trust region": 0}
+    # on a GPU a mask is a list of pairs of blocks of 128 tokens: 8 rows of 100 tokens are 7
+    on_gpu = dataclasses.replace(CONFIG, hardware=HardwareConfig(dtype="float32"))
+    pairs = estimate_memory(on_gpu, SHAPE, LIMITS, torch.device("cuda")).phases["scoring"]
+    assert pairs == need.phases["scoring"] - 8 * 100**2 * 5 + 32 * 7**2
 
 
 def test_what_makes_it_smaller() -> None:
-    full = estimate_memory(CONFIG, SHAPE, LIMITS, 4)
-    group = estimate_memory(dataclasses.replace(CONFIG, algo="so_grpo"), SHAPE, LIMITS, 4).lasting
+    full = estimate_memory(CONFIG, SHAPE, LIMITS, CPU)
+    group = estimate_memory(dataclasses.replace(CONFIG, algo="so_grpo"), SHAPE, LIMITS, CPU).lasting
     assert group["weights"] == 4 * 1000 and group["optimizer"] == 8 * 1000
     checkpointed = dataclasses.replace(CONFIG, hardware=HardwareConfig(gradient_checkpointing=True))
-    assert estimate_memory(checkpointed, SHAPE, LIMITS, 4).phases["updating"] < full.phases["updating"]
+    assert estimate_memory(checkpointed, SHAPE, LIMITS, CPU).phases["updating"] < full.phases["updating"]
     # in bfloat16 the sampler decodes with a copy of the weights
-    in_bfloat16 = estimate_memory(CONFIG, SHAPE, LIMITS, 2).phases["sampling"]
+    halved = dataclasses.replace(CONFIG, hardware=HardwareConfig(dtype="bfloat16"))
+    in_bfloat16 = estimate_memory(halved, SHAPE, LIMITS, CPU).phases["sampling"]
     assert in_bfloat16 == full.phases["sampling"] // 2 + 2 * 1000
     no_kl = dataclasses.replace(CONFIG, loss=dataclasses.replace(CONFIG.loss, kl_coef=0.0))
-    assert estimate_memory(no_kl, SHAPE, LIMITS, 4).lasting["reference"] == 0
+    assert estimate_memory(no_kl, SHAPE, LIMITS, CPU).lasting["reference"] == 0
     lora = dataclasses.replace(SHAPE, trained=10)
     region = dataclasses.replace(CONFIG, update=dataclasses.replace(CONFIG.update, trust_kl=0.01))
-    need = estimate_memory(region, lora, LIMITS, 4)
+    need = estimate_memory(region, lora, LIMITS, CPU)
     assert need.lasting["optimizer"] == 8 * (10 + 911) and need.host["trust region"] == 4 * 10
 
 
@@ -125,7 +133,7 @@ def test_activations_are_bounded_by_the_estimate_and_not_far_from_it(checkpointi
     settings = dataclasses.replace(
         CONFIG, algo="grpo", hardware=HardwareConfig(gradient_checkpointing=checkpointing)
     )
-    phases = estimate_memory(settings, shape, LIMITS, compute_bytes=4).phases
+    phases = estimate_memory(settings, shape, LIMITS, CPU).phases
     estimate = phases["updating"] - phases["sampling"]  # the cache that is kept
     # one block computed again, in the backward pass
     again = 4 * 2 * 100 * (12 * 64 + 4 * 256) if checkpointing else 0
