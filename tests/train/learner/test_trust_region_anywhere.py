@@ -21,8 +21,8 @@ from sorl_train.learner.trust_region import NoisyKLError, TrustRegion
 from sorl_train.models.policy import load_policy
 
 from ...docs.blocks import python_blocks
+from ..ranks import spawn_two_ranks
 
-ROOT = Path(__file__).parents[3]
 # torch 2.6 runs FSDP2 on GPUs alone
 KINDS = ("ddp", "fsdp2") if torch.__version__ >= "2.7" else ("ddp",)
 LIMIT, ROWS, LR = 0.01, 64, 0.3  # far too large a rate
@@ -97,8 +97,6 @@ def trained(kind: str, rows: slice) -> tuple[list[list[float]], list[Tensor]]:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     results = {kind: trained(kind, half) for kind in KINDS}
     region = TrustRegion(torch.optim.SGD(policy().parameters()), LIMIT)
@@ -108,13 +106,11 @@ def rank_main(rank: int, folder: str) -> None:
     with pytest.raises(NoisyKLError, match="had not moved"):
         region.step(0.006)
     torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 def test_two_processes_are_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP and FSDP2, each with half of each batch."""
-    monkeypatch.syspath_prepend(str(ROOT))  # the spawned processes import this file
-    torch.multiprocessing.spawn(rank_main, args=(str(tmp_path),), nprocs=2)
+    spawn_two_ranks(rank_main, tmp_path, monkeypatch)
     wanted, whole = trained("alone", slice(None))
     assert wanted[0][0] >= 1 and wanted[-1][1] < 0.5
     distance = max(float((a - b).abs().max()) for a, b in zip(whole, policy().parameters(), strict=True))

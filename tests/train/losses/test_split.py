@@ -15,9 +15,9 @@ from sorl_train.learner.diagnostics import RatioDiagnostics, diagnose_ratios
 from sorl_train.losses.policy import SURROGATES, LossOutput, LossSettings
 from sorl_train.losses.terms import loss_denominator, value_loss
 
+from ..ranks import spawn_two_ranks
 from .keywords import policy_loss
 
-ROOT = Path(__file__).resolve().parents[3]
 LEVELS, MEANS = ("token", "turn", "sequence"), ("trajectory_mean", "token_mean")
 SETTINGS = (
     *itertools.product(LEVELS, MEANS, ["clipped"]),
@@ -129,8 +129,6 @@ def diagnostics(data: dict[str, Tensor], rows: slice) -> RatioDiagnostics:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     data = inputs()
     cuts = [[slice(0, 2), slice(2, 3)], [slice(3, 4), slice(4, 9)]][rank]
     results = []
@@ -141,14 +139,10 @@ def rank_main(rank: int, folder: str) -> None:
     torch.save([astuple(result) for result in results], f"{folder}/{rank}.pt")
     diagnosed = [diagnostics(data, shares[rank]).all_reduce().metrics() for shares in SHARES]
     torch.save(diagnosed, f"{folder}/diagnostics_{rank}.pt")
-    dist.destroy_process_group()
 
 
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(
-        str(ROOT)
-    )  # the spawned processes import this file as tests.train.test_losses_split
-    torch.multiprocessing.spawn(rank_main, args=(str(tmp_path),), nprocs=2)
+    spawn_two_ranks(rank_main, tmp_path, monkeypatch)
     data = inputs()
     for rank in range(2):
         saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
