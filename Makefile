@@ -56,7 +56,7 @@ lint: $(VENV)/.dev ## ruff, the import contracts, mypy and shellcheck
 	$(bin)/ruff format --check
 	$(bin)/lint-imports --no-logo
 	$(bin)/mypy
-	$(bin)/shellcheck .ci/release .ci/run benchmarks/qwen_nq.sh configs/cluster/slurm.sh
+	$(bin)/shellcheck .ci/release .ci/run benchmarks/qwen.sh configs/cluster/slurm.sh
 
 docs: $(VENV)/.docs ## the documentation site, strictly and without a network, in build/docs/site
 	$(bin)/python docs/site/build.py

@@ -329,21 +329,22 @@ def ppo_rates() -> str:
     return markdown_table(["", "", *(f"{rate:g}" for rate in rates)], rows)
 
 
-def qwen_nq() -> str:
-    """Exact match of Qwen2.5-Coder-0.5B on test questions, before and after training."""
-    found = json.loads((DOCS / "qwen_nq_seed0.json").read_text(encoding="utf-8"))["em"]
+def qwen() -> str:
+    """Exact match of Qwen2.5-Coder-0.5B on test questions, before and after training, a column a run."""
+    runs = [json.loads(line) for line in (DOCS / "qwen.jsonl").read_text(encoding="utf-8").splitlines()]
     names = {
-        "as-it-comes:direct": "as it comes, from memory",
-        "as-it-comes:rag": "as it comes, three passages in the prompt",
-        "as-it-comes-agent:agent": "as it comes, with the search tool",
-        "cold-0-test:agent": "after 40 steps of imitation, with the search tool",
-        "rl-0-test:agent": "after 12 batches of RL from there",
+        "as-it-comes direct": "as it comes, from memory",
+        "as-it-comes rag": "as it comes, three passages in the prompt",
+        "as-it-comes-agent agent": "as it comes, with the search tool",
+        "cold agent": "after 40 steps of imitation, with the search tool",
+        "rl agent": "after 12 batches of RL from there",
     }
     rows = []
     for key, name in names.items():
-        em = found[key]["em"]
-        rows.append([name, f"{em['mean']:.3f} ({em['low']:.3f} to {em['high']:.3f})"])
-    return markdown_table(["Qwen2.5-Coder-0.5B on NQ", "exact match"], rows)
+        found = [run["scores"][key]["em"] for run in runs]
+        rows.append([name, *(f"{em['mean']:.3f} ({em['low']:.3f} to {em['high']:.3f})" for em in found)])
+    columns = [{"nq": "NQ", "hotpotqa": "HotpotQA"}[run["task"]] + f", seed {run['seed']}" for run in runs]
+    return markdown_table(["Qwen2.5-Coder-0.5B, exact match", *columns], rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -355,7 +356,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "remedies_settings": remedies_settings,
     "trust_ppo": lambda: trust_grid("ppo"),
     "ppo_rates": ppo_rates,
-    "qwen_nq": qwen_nq,
+    "qwen": qwen,
     "alarm": alarm,
     "which_one": which_one,
     "turn_credit": turn_credit,
