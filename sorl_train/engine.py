@@ -101,16 +101,7 @@ class LocalEngine:
             critic = load_critic(str(folder / "critic") if folder else config.critic or source, **loading)
             self.optimizers["critic"] = adamw(critic, config.optim, config.optim.critic_lr)
             self.critic_update = CriticUpdate(TorchBackend(critic, self.optimizers["critic"], **how), config)
-        self.reference: TorchBackend | None = None
-        teacher = config.loss.kl_model
-        if teacher and load_tokenizer(teacher).get_vocab() != self.tokenizer.get_vocab():
-            raise UserError(
-                f"loss.kl_model {teacher} has another tokenizer than {self.model_folder}, so it cannot score this "
-                "policy's tokens: choose a model of the same family"
-            )
-        if config.loss.kl_coef > 0:
-            reference = load_policy(config.loss.kl_model or self.model_folder, **loading)
-            self.reference = TorchBackend(reference.requires_grad_(False).eval(), **how)
+        self.reference = self._load_reference(loading, how) if config.loss.kl_coef > 0 else None
         self.check_mismatch = partial(
             check_mismatch,
             limit=mismatch_limit(
@@ -134,6 +125,17 @@ class LocalEngine:
     def longest(self) -> int:
         """Tokens of the longest trajectory that the limits allow."""
         return max(env.limits.max_trajectory_tokens for env in (self.env, self.eval_env))
+
+    def _load_reference(self, loading: Any, how: Any) -> TorchBackend:
+        """The model of the KL term: the policy's start, or a teacher of the same family."""
+        teacher = self.config.loss.kl_model
+        if teacher and load_tokenizer(teacher).get_vocab() != self.tokenizer.get_vocab():
+            raise UserError(
+                f"loss.kl_model {teacher} has another tokenizer than {self.model_folder}, so it cannot score this "
+                "policy's tokens: choose a model of the same family"
+            )
+        reference = load_policy(teacher or self.model_folder, **loading)
+        return TorchBackend(reference.requires_grad_(False).eval(), **how)
 
     def _check_models(self) -> None:
         """Refuse models whose log-probabilities differ between our sampler or packed training pass and their plain
