@@ -243,5 +243,11 @@ def test_an_interrupt_that_python_drops_comes_again(capsys: pytest.CaptureFixtur
         time.sleep(30)
         return 0
 
-    assert run_command("sorl-x", main, []) == 130
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's jobs in the background ignore it
+    try:
+        assert run_command("sorl-x", main, []) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "\nsorl-x: interrupted\n"

@@ -44,6 +44,19 @@ def served_as(served: Served, *options: str) -> list[str]:
     return ["--endpoint", served.url, "--model_name", "tiny", *options]
 
 
+def compared(row: dict[str, Any], whole: bool) -> Any:
+    """An answer and its turns; unless ``whole``, without the text of invalid ones: a server that leaves out what ended
+    a text, and does not say what it was, hides a closing tag that closes nothing."""
+    hidden = ("text", "token_ids")
+    turns = [
+        turn
+        if whole or turn["kind"] != "invalid"
+        else {name: value for name, value in turn.items() if name not in hidden}
+        for turn in row["turns"]
+    ]
+    return turns, row["answer"]
+
+
 @pytest.mark.slow  # trains a policy that gives answers
 def test_a_served_model_answers_as_the_same_model_does_here(trained_run: Path, tmp_path: Path) -> None:
     trained = str(trained_run / "checkpoints" / "best" / "policy")
@@ -55,9 +68,7 @@ def test_a_served_model_answers_as_the_same_model_does_here(trained_run: Path, t
             options = served_as(served, "--tokenizer", trained)
             there = evaluate(tmp_path / f"there{vllm_like}", *options, *modes, world=LARGER)
             assert all(isinstance(body["prompt"], list) for body in served.requests)
-        assert [(row["turns"], row["answer"]) for row in there] == [
-            (row["turns"], row["answer"]) for row in here
-        ]
+        assert [compared(row, vllm_like) for row in there] == [compared(row, vllm_like) for row in here]
 
 
 def test_without_a_tokenizer_prompts_go_out_as_text(

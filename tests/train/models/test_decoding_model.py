@@ -31,8 +31,18 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-needs_packing = pytest.mark.skipif(
-    not module._packs(CPU, torch.float32), reason="oneDNN packs no matrices on this processor"
+each_packed_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                not module._packs(CPU, getattr(torch, name)),
+                reason=f"oneDNN packs no matrices of {name} on this processor",
+            ),
+        )
+        for name in ("float32", "bfloat16")
+    ],
 )
 
 
@@ -50,8 +60,7 @@ def packed_layers(model: nn.Module) -> list[str]:
     return [name for name, layer in model.named_modules() if "forward" in vars(layer)]
 
 
-@needs_packing
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_packed_dtype
 @pytest.mark.parametrize("name", ["llama", "tied", "biases", "gpt2"])
 def test_a_copy_computes_what_the_model_computes(name: str, dtype: str) -> None:
     model = models()[name].eval()
@@ -73,8 +82,8 @@ def test_a_copy_computes_what_the_model_computes(name: str, dtype: str) -> None:
     model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # the model itself still trains
 
 
-@needs_packing
-def test_only_large_matrices_of_plain_layers_are_packed() -> None:
+@each_packed_dtype
+def test_only_large_matrices_of_plain_layers_are_packed(dtype: str) -> None:
     class Adapted(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) + 1
@@ -83,13 +92,12 @@ def test_only_large_matrices_of_plain_layers_are_packed() -> None:
     model = nn.ModuleDict(
         {"large": nn.Linear(side, side), "small": nn.Linear(side, side - 1), "adapted": Adapted(side, side)}
     )
-    for dtype in (torch.float32, torch.bfloat16):
-        copied = decoding_model(model, dtype)
-        assert packed_layers(copied) == ["large"]
-        inputs = torch.randn(5, 2 * side)[:, ::2]  # not contiguous
-        with torch.inference_mode(), autocast(str(dtype).removeprefix("torch."), CPU):
-            for name in model:
-                torch.testing.assert_close(copied[name](inputs), model[name](inputs), rtol=1e-5, atol=1e-5)
+    copied = decoding_model(model, getattr(torch, dtype))
+    assert packed_layers(copied) == ["large"]
+    inputs = torch.randn(5, 2 * side)[:, ::2]  # not contiguous
+    with torch.inference_mode(), autocast(dtype, CPU):
+        for name in model:
+            torch.testing.assert_close(copied[name](inputs), model[name](inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_with_nothing_to_prepare_it_is_the_model_itself() -> None:
@@ -99,19 +107,18 @@ def test_with_nothing_to_prepare_it_is_the_model_itself() -> None:
     assert decoding_model(model, torch.float32) is model
 
 
-@needs_packing
-def test_a_layer_with_lora_keeps_its_adapter() -> None:
+@each_packed_dtype
+def test_a_layer_with_lora_keeps_its_adapter(dtype: str) -> None:
     peft = pytest.importorskip("peft", reason="needs peft: pip install -e '.[train]'")
     model = peft.get_peft_model(
         models()["llama"], peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     ).eval()
     token_ids = torch.randint(0, 1000, (2, 9))
-    for dtype in ("float32", "bfloat16"):
-        copied = decoding_model(model, getattr(torch, dtype))
-        assert any("base_layer" in name for name in packed_layers(copied))
-        with torch.inference_mode(), autocast(dtype, CPU):
-            wanted, found = (one(input_ids=token_ids).logits for one in (model, copied))
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    copied = decoding_model(model, getattr(torch, dtype))
+    assert any("base_layer" in name for name in packed_layers(copied))
+    with torch.inference_mode(), autocast(dtype, CPU):
+        wanted, found = (one(input_ids=token_ids).logits for one in (model, copied))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_without_packing_matrices_are_only_cast(monkeypatch: pytest.MonkeyPatch) -> None:

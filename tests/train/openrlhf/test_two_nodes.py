@@ -31,11 +31,17 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+def gpus() -> int:
+    """Pretended GPUs of a node."""
+    return 2
+
+
+@pytest.fixture
+def tell(gpus: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     """Tells the cluster to ``kill`` its second node or to ``add`` one; runs of this test join it."""
     path = [*import_folders(on_cpu=True), *filter(None, [os.environ.get("PYTHONPATH")])]
     cluster = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("ray_nodes.py"))],
+        [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), str(gpus)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -54,14 +60,22 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     cluster.wait(60)
 
 
+WORKERS = {
+    "PolicyWorker": "policy",
+    "PolicyModelActor": "policy",
+    "RolloutWorker": "vLLM",
+    "RolloutRayActor": "vLLM",
+    "RayWorkerProc": "part of vLLM",
+}
+
+
 def placement() -> list[Counter[str]]:
     """Of each Ray node on this machine, how many workers of a kind it has."""
     nodes: dict[int, Counter[str]] = {}
     for process in psutil.process_iter(["cmdline", "ppid"]):
         title = " ".join(process.info["cmdline"] or [])
-        if found := re.match(r"ray::(PolicyWorker|PolicyModelActor|RolloutWorker|RolloutRayActor)\b", title):
-            kind = "policy" if found[1].startswith("Policy") else "vLLM"
-            nodes.setdefault(process.info["ppid"], Counter())[kind] += 1
+        if (found := re.match(r"ray::(\w+)", title)) and found[1] in WORKERS:
+            nodes.setdefault(process.info["ppid"], Counter())[WORKERS[found[1]]] += 1
     return list(nodes.values())
 
 
@@ -102,3 +116,30 @@ def test_a_lost_node_ends_the_run_and_it_resumes_on_another(
     )
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(run_dir)] == list(range(saved + 2))
+
+
+@pytest.mark.parametrize("gpus", [4])
+def test_asynchronous_with_engines_of_two_gpus_each(
+    tmp_path: Path, tell: Callable[[str], str], gpus: int
+) -> None:
+    """Two GPUs of each node train, and an engine samples on the other two."""
+    settings = SETTINGS | {
+        "cluster__gpus_per_node": gpus,
+        "cluster__vllm_engines": 2,
+        "cluster__vllm_tensor_parallel": 2,
+        "cluster__async_rollout": True,
+        "rollout__max_staleness": 1,
+        "update__steps": 4,
+    }
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(run_dir, **settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_until_step(run_dir, 1, process)
+    placed = placement()
+    print(f"workers of each node: {placed}")
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert [line["step"] for line in metrics(run_dir)] == list(range(5))
+    assert sum(placed, Counter()) == {"policy": 4, "vLLM": 2, "part of vLLM": 4}
+    assert all(node["policy"] == 2 and node["part of vLLM"] == 2 for node in placed)
