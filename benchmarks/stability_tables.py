@@ -302,6 +302,31 @@ def which_one() -> str:
     return compare.table(load_study("algorithms"), runs)
 
 
+def grid_again() -> str:
+    """``trust_shares`` of the runs that repeat the grid: another machine, later code, one seed."""
+    names = {"alone": "", "SO": "so_", "trust region .01": ""}
+    arms = {f"{algo} {name}": f"{so}{algo}" for algo in ("ppo", "grpo") for name, so in names.items()}
+    arms |= {arm: name + TRUST for arm, name in arms.items() if arm.endswith("region .01")}
+    return shares([{**run, "arm": arms[run["arm"]]} for run in read("grid_again")], list(arms.values()))
+
+
+def length() -> str:
+    """A line an arm and rate: final and lowest success and, of a trust region, the scale at the end, by staleness."""
+    runs = read("length")
+    stale = sorted({run["rollout.max_staleness"] for run in runs})
+    rows = []
+    for arm, rate in dict.fromkeys((run["arm"], run["optim.lr"]) for run in runs):
+        cells = {}
+        for run in runs:
+            if (run["arm"], run["optim.lr"]) == (arm, rate):
+                lowest = min(success for _, success in run["curve"][1:])
+                scale = "" if run["scale"] is None else f", c {run['scale']:.2g}"
+                cells[run["rollout.max_staleness"]] = f"{run['final']:.2f}, {lowest:.2f}{scale}"
+        rows.append([arm, _rate(rate), *(cells.get(steps, "") for steps in stale)])
+    heads = [f"{steps} steps stale" if steps else "newest weights" for steps in stale]
+    return markdown_table(["", "rate", *heads], rows)
+
+
 def turn_credit() -> str:
     """A line an arm: steps to ``RARELY_PAID`` by seed, and final success."""
     runs, rows = read("turn_credit"), []
@@ -357,6 +382,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "trust_ppo": lambda: trust_grid("ppo"),
     "ppo_rates": ppo_rates,
     "qwen": qwen,
+    "grid_again": grid_again,
+    "length": length,
     "alarm": alarm,
     "which_one": which_one,
     "turn_credit": turn_credit,

@@ -142,6 +142,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         normalized: share of optimizer steps that the clipping bias scaled.
         mean_rate: mean effective learning rate.
         moves_back: how often the trust region moved weights back; NaN without one.
+        scale, least_scale: its scale of the learning rate after the last step, and the smallest.
         clip_frac: mean share of clipped tokens.
     """
     lines = read_jsonl(RunDir(run_dir).metrics)
@@ -163,6 +164,7 @@ def measure(run_dir: Path) -> dict[str, float]:
         known = [line[name] for line in trained if line[name] is not None]
         return math.fsum(known) / len(known) if known else math.nan
 
+    scales = [line.get("loss/trust_scale", math.nan) for line in trained]
     return {
         "peak": peak,
         "final": final,
@@ -175,6 +177,8 @@ def measure(run_dir: Path) -> dict[str, float]:
         "normalized": mean("loss/normalized_frac"),
         "mean_rate": mean("loss/effective_lr"),
         "moves_back": math.fsum(line.get("loss/trust_moves_back", math.nan) for line in trained),
+        "scale": scales[-1],
+        "least_scale": min(scales),
         "clip_frac": mean("loss/clip_frac"),
         "grad_norm": mean("loss/grad_norm"),
     }
