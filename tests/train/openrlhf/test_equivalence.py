@@ -25,7 +25,7 @@ from ..learner.test_update import off_policy
 from .conftest import deepspeed_results
 
 pytestmark = pytest.mark.openrlhf
-LR = 1e3  # so large that the step shows the gradient to more digits than the weights have
+LR = 1e5  # so large that a rounding of the weights, up to 5, does not hide 1e-5 of the step
 
 # ranks, ZeRO stage, micro-batches of a rank, settings
 STEPS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
