@@ -310,23 +310,6 @@ def grid_again() -> str:
     return shares([{**run, "arm": arms[run["arm"]]} for run in read("grid_again")], list(arms.values()))
 
 
-def length() -> str:
-    """A line an arm and rate: final and lowest success and, of a trust region, the scale at the end, by staleness."""
-    runs = read("length")
-    stale = sorted({run["rollout.max_staleness"] for run in runs})
-    rows = []
-    for arm, rate in dict.fromkeys((run["arm"], run["optim.lr"]) for run in runs):
-        cells = {}
-        for run in runs:
-            if (run["arm"], run["optim.lr"]) == (arm, rate):
-                lowest = min(success for _, success in run["curve"][1:])
-                scale = "" if run["scale"] is None else f", c {run['scale']:.2g}"
-                cells[run["rollout.max_staleness"]] = f"{run['final']:.2f}, {lowest:.2f}{scale}"
-        rows.append([arm, _rate(rate), *(cells.get(steps, "") for steps in stale)])
-    heads = [f"{steps} steps stale" if steps else "newest weights" for steps in stale]
-    return markdown_table(["", "rate", *heads], rows)
-
-
 def turn_credit() -> str:
     """A line an arm: steps to ``RARELY_PAID`` by seed, and final success."""
     runs, rows = read("turn_credit"), []
@@ -383,7 +366,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "ppo_rates": ppo_rates,
     "qwen": qwen,
     "grid_again": grid_again,
-    "length": length,
     "alarm": alarm,
     "which_one": which_one,
     "turn_credit": turn_credit,

