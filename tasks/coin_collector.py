@@ -101,9 +101,8 @@ class Walk:
             assert self._example is not None
             from textworld.envs import JerichoEnv
 
-            warnings.filterwarnings(
-                "ignore", ".*is not fully supported", module="jericho"
-            )  # scores, not used here
+            # which says that it reads no scores of such games; they are not used here
+            warnings.filterwarnings("ignore", ".*is not fully supported", module="jericho")
             self._game = JerichoEnv()
             self._game.load(str(_game_file(self._example)))
             self._game.reset()

@@ -79,9 +79,7 @@ class TorchBackend:
 
     @property
     def uses_packing(self) -> bool:
-        return uses_packing(
-            getattr(self.model, "backbone", self.model)
-        )  # a critic packs the rows of its backbone
+        return uses_packing(getattr(self.model, "backbone", self.model))  # a critic has a backbone
 
     def log_probs(self, micro: Batch, mask: Tensor, **wanted: bool) -> TokenStats:
         with autocast(self._dtype, self.device):

@@ -242,9 +242,7 @@ def _command(config: TrainConfig, limits: Limits) -> list[str]:
 
 def _cluster_memory(config: TrainConfig, memory: Memory, limits: Limits, room: int) -> list[str]:
     """``room`` is the memory of a GPU."""
-    each = -(
-        -config.rollout.batch_size // config.cluster.vllm_engines
-    )  # trajectories of a step for an engine
+    each = -(-config.rollout.batch_size // config.cluster.vllm_engines)  # trajectories of a step
     if config.hardware.device == "cpu":
         ranks = Placement.of(config.cluster).ranks
         lines = [*memory.lines(), f"{_count(ranks, 'rank')} on this machine"]

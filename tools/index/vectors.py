@@ -96,10 +96,8 @@ class FaissVectors:
         except RuntimeError as error:
             raise UserError(f"{path}: FAISS cannot read it ({faiss_reason(error)})") from error
         self.shape = (self._index.ntotal, self._index.d)
-        for (
-            name,
-            value,
-        ) in settings.items():  # before the copy, which takes them along and knows no such names
+        # before the copy, which takes them along and knows no such names
+        for name, value in settings.items():
             faiss.ParameterSpace().set_index_parameter(self._index, name, value)
         if faiss.get_num_gpus() > 0:
             with suppress(RuntimeError):  # most compressed kinds are for processors only
