@@ -4,7 +4,7 @@ The policy walks through a generated house, of which it knows nothing, and answe
 Half of the rooms are dead ends, so it has to go back and to remember where it has been: 15 to 40 turns, and one reward
 at the end. TextWorld generates the games, plays them and writes what is read there (``pip install sorl[textworld]``).
 
-    sorl-train --config coin_collector
+    sorl-lab stability --config long_horizon    # a tiny policy learns houses of ten rooms
     load_task("coin_collector", length=6)
 """
 
@@ -44,7 +44,7 @@ def coin_collector(*, length: int = 10, games: int = 2000, hasty: float = 0.0) -
 
     Args:
         length: rooms on the way to the coin, that of the start among them. As many are dead ends beside it.
-        games: number of games in each split. The first episodes make theirs, half a second each, and keep them in the
+        games: number of games in each split. The first episodes make theirs, about a second each, and keep them in the
             cache folder.
         hasty: on this share of the games the expert answers with the first dead end that it meets. A policy that
             imitates it learns this habit, and reinforcement learning has to correct it.

@@ -153,19 +153,19 @@ def estimate_duration(
     gpu: Gpu,
 ) -> Duration:
     """The run's time with the figures ``given``; ``cache_tokens`` fit into an engine."""
-    cluster, update, place = config.cluster, config.update, Placement.of(config.cluster)
-    batch, parallel = config.rollout.batch_size, cluster.vllm_tensor_parallel
+    update, batch = config.update, config.rollout.batch_size
     room = max(1.0, limits.max_trajectory_tokens - prompt_tokens)
     fit = min(1.0, room / (given["response_tokens"] + given["observation_tokens"]))
     response, observation = given["response_tokens"] * fit, given["observation_tokens"] * fit
     tokens = prompt_tokens + response + observation
     longest = min(given["tail"] * response, limits.max_turns * limits.max_new_tokens, room)
     forward = 2 * shape.parameters + 2 * shape.layers * shape.hidden * tokens  # FLOPs of a token
-    flows = cluster.async_rollout and cluster.partial_rollout
+    flows = config.cluster.async_rollout and config.cluster.partial_rollout
+    parallel, engines = config.cluster.vllm_tensor_parallel, config.cluster.vllm_engines
 
     def sampling(count: float) -> float:
         """Seconds in which all engines together sample ``count`` trajectories."""
-        each = max(1.0, count / cluster.vllm_engines)
+        each = max(1.0, count / engines)
         flops, bandwidth = parallel * gpu.flops, gpu.bandwidth * given["decode_bandwidth"]
         heads = min(parallel, shape.key_value_heads)  # with fewer heads than GPUs, GPUs hold copies
         kept = 4 * shape.layers * shape.key_value_width / heads  # bytes of a token's keys and values on a GPU
@@ -178,32 +178,15 @@ def estimate_duration(
         tools = 0.0 if flows else (given["turns"] - 1) * given["tool_s"]
         return prefill + max(reads / bandwidth, drawing) + steps * given["decode_step_s"] + tools
 
-    policy, critic = shape.parameters, shape.critic_parameters if config.algorithm.needs_critic else 0
-    trained = 1 + critic / policy  # models, in units of the policy
-    scored = trained + (config.loss.kl_coef > 0)
-    work = batch * tokens * forward / (place.ranks * gpu.flops)
-    passes = 4 if config.hardware.gradient_checkpointing else 3
-    optimizer, moved = 0.0, 2 * policy / parallel if place.shared else 0.0  # vLLM's weights, as it sleeps
-    if cluster.offload_optimizer:
-        steps = update.epochs * -(-batch // update.mini_batch_size)
-        optimizer = steps * 32 * (policy + critic) / place.train_nodes / given["host_gb_s"] / 1e9
-    elif place.shared:
-        moved += 2 * 12 * (policy + critic) / place.ranks
-    phases = {
-        "sampling": sampling(batch),
-        "scoring": scored * work / given["mfu_score"],
-        "update": passes * update.epochs * trained * work / given["mfu_update"] + optimizer,
-        "weights to vLLM": (2 * policy + moved) / given["link_gb_s"] / 1e9,
-        "other": given["other_s"],
-    }
+    phases = {"sampling": sampling(batch), **_training(config, shape, batch * tokens * forward, given, gpu)}
     training = sum(phases.values()) - phases["sampling"]
-    step = max(phases["sampling"], training) if cluster.async_rollout else sum(phases.values())
+    step = max(phases["sampling"], training) if config.cluster.async_rollout else sum(phases.values())
     during = (update.steps - 1) // config.eval.every if config.eval.every else 0
     finals = (2 + config.eval.search_off) * sampling(config.eval.num_examples_final)
     evaluations = during * sampling(config.eval.num_examples) + finals
     saves = 1 + (update.steps - 1) // config.checkpoint.every if config.checkpoint.every else 1
     checkpoints = saves * checkpoint_size(config, shape) / given["disk_gb_s"] / 1e9
-    busy = step if cluster.async_rollout else phases["sampling"]
+    busy = step if config.cluster.async_rollout else phases["sampling"]
     return Duration(
         trajectory_tokens=tokens,
         response_tokens=response,
@@ -216,6 +199,31 @@ def estimate_duration(
         sampled_per_s=batch * response / busy,
         calls_per_s=batch * (given["turns"] - 1) / busy,
     )
+
+
+def _training(
+    config: TrainConfig, shape: ModelShape, flops: float, given: Mapping[str, float], gpu: Gpu
+) -> dict[str, float]:
+    """Seconds of the phases beside sampling. The policy's forward pass over the batch takes ``flops``."""
+    cluster, update, place = config.cluster, config.update, Placement.of(config.cluster)
+    policy, critic = shape.parameters, shape.critic_parameters if config.algorithm.needs_critic else 0
+    trained = 1 + critic / policy  # models, in units of the policy
+    scored = trained + (config.loss.kl_coef > 0)
+    work = flops / (place.ranks * gpu.flops)
+    passes = 4 if config.hardware.gradient_checkpointing else 3
+    # vLLM's weights, as it sleeps
+    optimizer, moved = 0.0, 2 * policy / cluster.vllm_tensor_parallel if place.shared else 0.0
+    if cluster.offload_optimizer:
+        steps = update.epochs * -(-config.rollout.batch_size // update.mini_batch_size)
+        optimizer = steps * 32 * (policy + critic) / place.train_nodes / given["host_gb_s"] / 1e9
+    elif place.shared:
+        moved += 2 * 12 * (policy + critic) / place.ranks
+    return {
+        "scoring": scored * work / given["mfu_score"],
+        "update": passes * update.epochs * trained * work / given["mfu_update"] + optimizer,
+        "weights to vLLM": (2 * policy + moved) / given["link_gb_s"] / 1e9,
+        "other": given["other_s"],
+    }
 
 
 def duration_lines(
