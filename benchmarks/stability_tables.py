@@ -322,6 +322,17 @@ def turn_credit() -> str:
     return markdown_table(["", "success before", f"steps to {RARELY_PAID:g}, by seed", "final success"], rows)
 
 
+def long_horizon() -> str:
+    """A line an arm: success before training, at its best, and after it."""
+    runs, rows = read("long_horizon"), []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own = [run for run in runs if run["arm"] == arm]
+        before = [run["curve"][0][1] for run in own]
+        others = ([run[name] for run in own] for name in ("peak", "final"))
+        rows.append([arm, *map(compare.mean_and_range, (before, *others)), unlearned(own)])
+    return markdown_table(["", "before", "best", "after", "ended less than .1 above its start"], rows)
+
+
 def ppo_rates() -> str:
     """PPO on tasks of Gymnasium by learning rate: mean final return of the seeds, alone and with a trust region."""
     path = DOCS / "stability" / "ppo_rates.jsonl"
@@ -369,6 +380,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "alarm": alarm,
     "which_one": which_one,
     "turn_credit": turn_credit,
+    "long_horizon": long_horizon,
 }
 
 

@@ -354,6 +354,20 @@ def loop():
     return picture
 
 
+def curves_of(axes, runs, tones, steps):
+    """Success over training: thin for each seed of an arm, thick for their median."""
+    medians = []
+    for arm, tone in tones.items():
+        curves = [run["curve"] for run in runs if run["arm"] == arm]
+        for curve in curves:
+            axes.line(curve, tone, 0.8, dots=False)
+        # a run that ended early, because it had collapsed, stays where it ended
+        at = [[dict(curve).get(step, curve[-1][1]) for curve in curves] for step in steps]
+        medians.append((list(zip(steps, map(float, np.median(at, axis=1)), strict=True)), tone))
+    for points, tone in medians:
+        axes.line(points, tone, 3.5, dots=False)
+
+
 def severe():
     """Success over training steps in the two severe settings: each seed, and the median."""
     tables = runpy.run_path(str(DOCS.parent / "benchmarks" / "stability_tables.py"))
@@ -362,24 +376,35 @@ def severe():
         ("12 optimizer steps of 8 trajectories, rate 5e-4", tables["read"]("severe")),
         ("3 optimizer steps of 32 trajectories, rate 1.6e-3", [r for r in small if r["optim.lr"] == 1.6e-3]),
     )
+    tones = {"ppo": "red", "grpo": "gold", "so_ppo": "blue", "so_grpo": "green"}
     picture = Picture(960, 380, "Success over training steps: PPO and GRPO fall, SO-PPO and SO-GRPO stay")
     for panel, (about, runs) in enumerate(settings):
         axes = Axes(picture, 62 + 462 * panel, 64, 390, 240, (0.0, 16.0))
         picture.text(axes.left, 38, about, 14, bold=True)
         axes.grid([(float(i), str(i)) for i in range(0, 17, 4)], TENTHS, "training step")
-        medians = []
-        for arm, tone in (("ppo", "red"), ("grpo", "gold"), ("so_ppo", "blue"), ("so_grpo", "green")):
-            curves = [run["curve"] for run in runs if run["arm"] == arm]
-            for curve in curves:
-                axes.line(curve, tone, 0.8, dots=False)
-            # a run that ended early, because it had collapsed, stays where it ended
-            at = [[dict(curve).get(step, curve[-1][1]) for curve in curves] for step in range(17)]
-            medians.append((list(enumerate(map(float, np.median(at, axis=1)))), tone, arm))
-        for place, (points, tone, arm) in enumerate(medians):
-            axes.line(points, tone, 3.5, dots=False)
-            name = arm.upper().replace("_", "-")
-            picture.text(62 + 110 * place, 366, name, 13, fill=tone, bold=True) if not panel else None
+        curves_of(axes, runs, tones, range(17))
+    for place, (arm, tone) in enumerate(tones.items()):
+        picture.text(62 + 110 * place, 366, arm.upper().replace("_", "-"), 13, fill=tone, bold=True)
     picture.text(932, 366, "thin: one of five seeds; thick: their median", 12, "end", kind="mute")
+    return picture
+
+
+def long_horizon():
+    """Success over training steps on Coin Collector: each cold start, and the median."""
+    tables = runpy.run_path(str(DOCS.parent / "benchmarks" / "stability_tables.py"))
+    runs, trust = tables["read"]("long_horizon"), tables["TRUST"]
+    picture = Picture(960, 380, "Success over training steps on Coin Collector, with up to 20 turns")
+    for panel, algo in enumerate(("ppo", "grpo")):
+        tones = {algo: "red", "gigpo": "gold", f"so_{algo}": "blue", algo + trust: "green"}
+        if algo == "ppo":
+            del tones["gigpo"]  # whose advantages are those of groups
+        axes = Axes(picture, 62 + 462 * panel, 44, 390, 240, (0.0, 12.0))
+        axes.grid([(float(i), str(i)) for i in range(0, 13, 2)], TENTHS, "training step")
+        curves_of(axes, runs, tones, range(0, 13, 2))
+        for place, (arm, tone) in enumerate(tones.items()):
+            name = arm.replace(trust, "").upper().replace("_", "-") + (", trust region" if trust in arm else "")
+            picture.text(axes.left + 92 * place, 350, name, 13, fill=tone, bold=True)
+    picture.text(932, 24, "thin: one of three cold starts; thick: their median", 12, "end", kind="mute")
     return picture
 
 
@@ -484,6 +509,7 @@ PICTURES = {
     "step": step,
     "loop": loop,
     "severe": severe,
+    "long_horizon": long_horizon,
     "region": region,
     "recipe_minihop": recipe_minihop,
     "recipe_nq": recipe_nq,
