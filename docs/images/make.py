@@ -402,7 +402,8 @@ def long_horizon():
         axes.grid([(float(i), str(i)) for i in range(0, 13, 2)], TENTHS, "training step")
         curves_of(axes, runs, tones, range(0, 13, 2))
         for place, (arm, tone) in enumerate(tones.items()):
-            name = arm.replace(trust, "").upper().replace("_", "-") + (", trust region" if trust in arm else "")
+            name = arm.replace(trust, "").upper().replace("_", "-").replace("GI", "Gi")
+            name += ", trust region" if trust in arm else ""
             picture.text(axes.left + 92 * place, 350, name, 13, fill=tone, bold=True)
     picture.text(932, 24, "thin: one of three cold starts; thick: their median", 12, "end", kind="mute")
     return picture
