@@ -23,8 +23,10 @@ NOTE = 'echo "$(basename "$0") $* [$RAY_process_group_cleanup_enabled ${RAY_ADDR
 RUN = "/shared/runs/nq_so_ppo_2nodes"
 STAND_INS = {
     "srun": NOTE,
-    "ray": NOTE + "\ncase $* in *--head*--block) trap 'echo ray ended >> \"$CALLS\"; exit' TERM\n"
-    "    while :; do /bin/sleep .1; done;; esac",
+    "ray": "case $* in *--head*--block) trap 'echo ray ended >> \"$CALLS\"; exit' TERM;; esac\n" + NOTE + "\n"
+    "case $* in *--head*--block) while :; do /bin/sleep .1; done;; esac\n"
+    # healthy once the head has started, which SkyPilot's first node does beside it
+    '[ "$1 ${SKYPILOT_NODE_RANK:-}" != "health-check 0" ] || until grep -q -e --head "$CALLS"; do /bin/sleep .1; done',
     "sorl-train": NOTE,
     "sleep": "",
     "scontrol": "printf '%s\\n' node-a 127.0.0.1",
