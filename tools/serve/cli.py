@@ -73,16 +73,15 @@ def _serve(argv: Sequence[str]) -> int:
     check_source(args.source)
     settings = server_settings(args)
     # refused if anyone listens on the port, including another sorl-serve
-    bound = bind(settings.host, settings.port)
-    port = bound.getsockname()[1]
-    lines = [f"{{url}}/retrieve: opening {args.source}"]
-    if args.mcp:
-        lines.append("{url}/mcp is an MCP server (streamable HTTP)")
-    announce("sorl-serve", settings, port, *lines)
-    if args.workers == 1:
-        serve(args, settings, lambda: bound, _say_ready)
-        return 0
-    bound.close()
+    with bind(settings.host, settings.port) as bound:
+        port = bound.getsockname()[1]
+        lines = [f"{{url}}/retrieve: opening {args.source}"]
+        if args.mcp:
+            lines.append("{url}/mcp is an MCP server (streamable HTTP)")
+        announce("sorl-serve", settings, port, *lines)
+        if args.workers == 1:
+            serve(args, settings, lambda: bound, _say_ready)
+            return 0
     with bind(settings.host, port, shared=True):  # keeps the port while workers are replaced
         return serve_with_workers(args, settings, port, _say_ready)
 
