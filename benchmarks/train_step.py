@@ -84,8 +84,10 @@ TASK = single_turns  # what the engine below loads from this file
 
 
 def forbid_ends(model: Any, tokenizer: Any) -> None:
-    """No token that ends a turn has any probability, at no cost: a frozen bias of the vocabulary projection."""
-    ends = tokenizer.convert_tokens_to_ids([*CLOSING, tokenizer.eos_token, tokenizer.pad_token])
+    """No token that ends a turn, or is a part of a closing tag, has any probability, at no cost: a frozen bias of the
+    vocabulary projection."""
+    ends = [number for token, number in tokenizer.get_vocab().items() if "/" in token]
+    ends += [tokenizer.eos_token_id, tokenizer.pad_token_id]
     bias = torch.zeros(model.config.vocab_size)
     bias[ends] = -1e9
     model.lm_head.bias = nn.Parameter(bias, requires_grad=False)

@@ -125,8 +125,9 @@ def serve(name: str, args: argparse.Namespace, dtype: str, rounds: Connection) -
     policy = load_policy(str(args.model), "cpu").eval()
     if why := try_packing(policy, longest, sampled=True):  # as the engine does when it loads a policy
         print(f"rows of attention stay as they are: {why}")
-    sampler: Any = FixedVllm(policy, str(args.model), longest, config) if name == "vllm" else None
-    if sampler is None:
+    if name == "vllm":
+        sampler: Any = FixedVllm(policy, str(args.model), longest, config.sampler, dtype=dtype, seed=0)
+    else:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         sampler = TransformersSampler(policy, tokenizer, args.dialogues, dtype)
     while (number := rounds.recv()) is not None:
@@ -140,7 +141,7 @@ def compare(args: argparse.Namespace, dtype: str) -> dict[str, float]:
     processes = []
     for name in ("sorl", "vllm"):
         sides[name], theirs = spawn.Pipe()
-        processes.append(spawn.Process(target=serve, args=(name, args, dtype, theirs)))
+        processes.append(spawn.Process(target=serve, args=(name, args, dtype, theirs), daemon=True))
         processes[-1].start()
         theirs.close()  # if the process dies, receiving from it ends with an error
     speeds: dict[str, list[float]] = {name: [] for name in sides}
