@@ -80,7 +80,7 @@ def environment(folder: Path) -> float:
 
     task = load_task(str(folder / "task.py"))
     register_task(task)
-    env = gym.make(task.env_id)
+    env = gym.make(str(task.env_id))
     think = "<think>I should find out where the river meets the sea first.</think>\n"
     episode = [f"{think}<look_up>river and sea</look_up>"] * 3 + [f"{think}<answer>the harbour</answer>"]
 
@@ -219,7 +219,7 @@ def measured(rounds: int, only: Sequence[str], folder: Path, trees: Mapping[str,
             shutil.copytree(policy, folder / side / "policy")
     for number in tqdm(range(rounds), unit="round"):
         for name, sides in rates.items():
-            for side in trees if number % 2 else reversed(trees):
+            for side in sorted(trees, reverse=number % 2 == 0):
                 printed = python(trees[side], __file__, name, "--measure", str(folder / side))
                 sides[side].append(float(printed.split()[-1]))
     rows = {}

@@ -55,12 +55,12 @@ def loss_inputs(rows: int, columns: int, turns: int) -> tuple[list[Tensor], Tens
 
 def loss_steps(rows: int, columns: int, turns: int) -> dict[str, Step]:
     """Forward and backward pass of the policy loss at each ratio level, as the trainer calls it."""
-    tensors, logit_scale = loss_inputs(rows, columns, turns)
+    (log_probs, old, advantages, mask, turn_ids), logit_scale = loss_inputs(rows, columns, turns)
 
     def step(level: Any) -> None:
-        tensors[0].grad = None
-        settings = LossSettings(level)
-        policy_loss(*tensors, settings, denominator=float(rows), logit_scale=logit_scale).loss.backward()
+        log_probs.grad = None
+        inputs = log_probs, old, advantages, mask, turn_ids, LossSettings(level)
+        policy_loss(*inputs, denominator=float(rows), logit_scale=logit_scale).loss.backward()
 
     return {level: functools.partial(step, level) for level in ("token", "turn", "sequence")}
 

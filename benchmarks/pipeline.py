@@ -162,7 +162,7 @@ class Pipeline:
 PARAMETERS, LAYERS, WIDTH, KEY_VALUE = 7.6e9, 28, 3584, 512  # Qwen2.5-7B
 GPUS_OF = (8, 64, 512)
 CALLS = (1_000_000, 256)
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "one step off": {"queue": 1},
     "fully asynchronous": {"queue": 2, "partial": True},
@@ -201,7 +201,7 @@ def plan(lengths: Sequence[Turns], per_gpu: int, steps: int) -> list[dict[str, A
     best for it."""
     rows = []
     for gpus, (mode, settings), calls in itertools.product(GPUS_OF, MODES.items(), CALLS):
-        found = []
+        found: list[dict[str, Any]] = []
         for eighths in (8,) if mode == "synchronous" else (1, 2, 3, 4):
             engines = gpus * eighths // 8
             trainers = gpus if mode == "synchronous" else gpus - engines
@@ -225,7 +225,7 @@ def recorded_lengths(rows: Sequence[dict[str, Any]], model: str) -> list[Turns]:
     def count(text: str | None) -> int:
         return len(tokenizer.encode(text or "", add_special_tokens=False))
 
-    lengths = []
+    lengths: list[Turns] = []
     for row in rows:
         read, turns = count(row["prompt"]), []
         for turn in row["turns"]:

@@ -361,7 +361,9 @@ def qwen() -> str:
     rows = []
     for key, name in names.items():
         found = [run["scores"][key]["em"] if key in run["scores"] else None for run in runs]
-        cells = (f"{em['mean']:.3f} ({em['low']:.3f} to {em['high']:.3f})" if em else "not run" for em in found)
+        cells = (
+            f"{em['mean']:.3f} ({em['low']:.3f} to {em['high']:.3f})" if em else "not run" for em in found
+        )
         rows.append([name, *cells])
     columns = [{"nq": "NQ", "hotpotqa": "HotpotQA"}[run["task"]] + f", seed {run['seed']}" for run in runs]
     return markdown_table(["Qwen2.5-Coder-0.5B, exact match", *columns], rows)

@@ -130,7 +130,8 @@ def sorl_step(model: str, folder: Path, prompts: int, micro_batch: int, dtype: s
 def compare_steps(model: str, args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """Seconds of each step of both; TRL's trainer runs, and one of our steps after each of its own."""
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     rounds, batch, micro_batch = args.rounds + args.warm_up, args.prompts * GROUP, args.micro_batch_size
     task = single_turns(args.prompts)
@@ -256,6 +257,7 @@ def generate_rollouts(
 def compare_rollouts(model: str, config: TrainConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Action tokens a second of both on the same questions, taking turns in going first."""
     env, tokenizer = make_env(config), load_tokenizer(model)
+    assert isinstance(env, ToolUseEnv)  # as MiniHop is
     policy = load_policy(model, config.hardware.device).eval()
     theirs = copy.deepcopy(policy).to(compute_dtype(config.hardware.dtype, policy.device))
     if why := try_packing(policy, env.limits.max_trajectory_tokens, sampled=True):  # as the engine does
