@@ -161,10 +161,9 @@ LARGE = 1 << 16
 def decoding_model(model: Any, dtype: torch.dtype) -> Any:
     """The model for many small forward passes under ``autocast``, with the weights of now; it cannot be trained. In
     each product torch rearranges a matrix for the processor, and autocast casts it before. With few rows that takes as
-    long as the product itself, so both are done once for each matrix before a batch of rollouts. On processors that
-    multiply bfloat16 it computes the same bits as the model in that type. Elsewhere, and in float32, sums are rounded
-    differently, as they are between batches of different sizes. Where there is nothing to prepare it is the model
-    itself."""
+    long as the product itself, so both are done once for each matrix before a batch of rollouts. Sums are rounded
+    differently, as they are between batches of different sizes; in bfloat16 only on processors that emulate it. Where
+    there is nothing to prepare it is the model itself."""
     packs = _packs(next(model.parameters()).device, dtype)
     if dtype == torch.float32 and not (packs and any(map(_is_packed, model.modules()))):
         return model
