@@ -22,6 +22,7 @@ from sorl_train.learner.scoring import score
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.policy import VALUE_HEAD_FILE
 from sorl_train.openrlhf.deepspeed_backend import DeepSpeedBackend, ValueHead
+from sorl_train.openrlhf.driver import rendezvous_port
 from sorl_train.openrlhf.flags import Placement
 from sorl_train.run.folder import RunDir
 
@@ -66,6 +67,8 @@ def _score(batch: Batch, name: str, backend: Backend, size: int) -> Tensor:
 
 class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
     """One rank of the actor. OpenRLHF loads, shards, saves and broadcasts the weights; the update is sorl's."""
+
+    _get_free_port = staticmethod(rendezvous_port)
 
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Load the policy as OpenRLHF does, then check it and make the update."""
@@ -112,6 +115,8 @@ class PolicyWorker(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class):
 
 class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
     """One rank of the critic."""
+
+    _get_free_port = staticmethod(rendezvous_port)
 
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Load the critic as OpenRLHF does, then check it and make the update."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sorl_train.openrlhf.driver import rendezvous_port
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE, import_folders
 from sorl_train.run.files import read_jsonl
 
@@ -77,12 +77,10 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def run_ranks(script: Path, folder: Path, ranks: int) -> None:
     """``script FOLDER`` in ``ranks`` processes with what a CPU run needs."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     common = os.environ | CPU_ENVIRONMENT
     path = [*import_folders(on_cpu=True), *filter(None, [os.environ.get("PYTHONPATH")])]  # as launch.py does
-    common |= {"PYTHONPATH": os.pathsep.join(path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    port = str(rendezvous_port())
+    common |= {"PYTHONPATH": os.pathsep.join(path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(folder)],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import socket
 import subprocess
 import sys
 import textwrap
@@ -22,6 +24,7 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, by_rank, collate, put_together, rows_by_rank
 from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.openrlhf import engine_limits, launch
+from sorl_train.openrlhf.driver import rendezvous_port
 from sorl_train.openrlhf.engine_limits import check, check_attention, critic_start
 from sorl_train.openrlhf.flags import ALLOWED, COPIED, Placement, as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import cause_of_death, follow
@@ -312,3 +315,18 @@ def test_the_trust_region_sees_loss_tokens_whatever_was_filtered() -> None:
     sample = by_rank(batch.rows(final_kl_sample(batch.loss_mask)), 8)
     assert sum(int(share.loss_mask.any(dim=1).sum()) for share in sample) == 6  # of 24
     assert {len(share) for share in sample} == {1}
+
+
+def test_rank_0_meets_the_others_at_a_free_port_that_no_outgoing_connection_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert all(20000 <= rendezvous_port() < 32768 for _ in range(50))
+    free = rendezvous_port()
+    with socket.socket() as busy:
+        busy.bind(("", rendezvous_port()))
+        taken = busy.getsockname()[1]
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken, free])
+        assert rendezvous_port() == free
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken])
+        with pytest.raises(RuntimeError, match="none of 1000 ports"):
+            rendezvous_port()

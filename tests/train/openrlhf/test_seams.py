@@ -68,6 +68,7 @@ TRAIN += ["timing/generation"]
 SOURCES = {
     WORKER + "ppo_actor:": ["NaiveReplayBuffer("],
     WORKER + "ppo_critic:": ["NaiveReplayBuffer("],
+    WORKER + "launcher:BaseDistributedActor.__init__": ["master_port else self._get_free_port()"],
     ACTOR_MODEL + ".init_model_from_pretrained": [
         "self.actor, self.actor_optim, self.actor_scheduler = strategy.prepare",
         "self.tokenizer",
@@ -145,12 +146,14 @@ def test_parameters(place: str) -> None:
 def test_names_that_are_replaced_or_called() -> None:
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 
-    from sorl_train.openrlhf.workers import ACTOR, CRITIC
+    from sorl_train.openrlhf.driver import rendezvous_port
+    from sorl_train.openrlhf.workers import ACTOR, CRITIC, CriticWorker, PolicyWorker
 
     assert (ACTOR, CRITIC) == ("_actor", "_critic")  # as in ``SOURCES``
     for worker in (found_at(ACTOR_MODEL), found_at(CRITIC_MODEL)):
         for method in ("init_model_from_pretrained", "reload_states", "offload_states"):
             assert hasattr(worker, method), f"{worker}.{method} is gone"
+    assert PolicyWorker._get_free_port is CriticWorker._get_free_port is rendezvous_port
     for module in (ppo_trainer, ppo_trainer_async):
         assert hasattr(module, "prepare_datasets") and hasattr(module, "SamplesGenerator")
     for trainer in (plain(ppo_trainer.PPOTrainer), plain(ppo_trainer_async.TrainingActor)):

