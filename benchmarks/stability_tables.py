@@ -9,6 +9,7 @@ A table stands in a page below a line ``<!-- table NAME -->``.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import re
@@ -322,9 +323,9 @@ def turn_credit() -> str:
     return markdown_table(["", "success before", f"steps to {RARELY_PAID:g}, by seed", "final success"], rows)
 
 
-def long_horizon() -> str:
-    """A line an arm: success before training, at its best, and after it."""
-    runs, rows = read("long_horizon"), []
+def before_and_after(name: str) -> str:
+    """A line an arm of a study: success before training, at its best, and after it."""
+    runs, rows = read(name), []
     for arm in dict.fromkeys(run["arm"] for run in runs):
         own = [run for run in runs if run["arm"] == arm]
         before = [run["curve"][0][1] for run in own]
@@ -383,7 +384,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "alarm": alarm,
     "which_one": which_one,
     "turn_credit": turn_credit,
-    "long_horizon": long_horizon,
+    **{
+        name: functools.partial(before_and_after, name)
+        for name in ("long_horizon", "smollm2_severe", "qwen_severe")
+    },
 }
 
 

@@ -83,7 +83,7 @@ def test_packaged_studies_are_valid() -> None:
     turns = {run.arm: run.config for run in load_study("turn_credit").runs}
     assert {"grpo", "mt_grpo", "gigpo"} <= set(turns) and turns["gigpo"].loss.gamma == 0.95
     assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0
-    assert len(load_study("smollm2_severe").runs) == 8
+    assert len(load_study("smollm2_severe").runs) == 8 and len(load_study("qwen_severe").runs) == 5
 
 
 def test_an_axis_may_have_named_settings(tmp_path: Path) -> None:
