@@ -49,6 +49,8 @@ curve = {}
 for file, names in ("metrics.jsonl", ("rollout/success", "eval/success")), ("timings.jsonl", ("time/step_s",)):
     for line in map(json.loads, (out / f"rl-{seed}" / file).read_text().splitlines()):
         curve.setdefault(line["step"], {}).update({name: line[name] for name in names if name in line})
-figures = {"task": task, "seed": int(seed), "scores": scores, "rl": curve}
+run = json.loads((out / f"rl-{seed}" / "summary.json").read_text())
+run = {name: run[name] for name in ("best_step", "wall_s", "peak_rss_mb")}  # step 0: the weights before RL are evaluated
+figures = {"task": task, "seed": int(seed), "scores": scores, "rl": curve, **run}
 (out / f"{seed}.json").write_text(json.dumps(figures) + "\n")
 EOF

@@ -366,6 +366,12 @@ def qwen() -> str:
             f"{em['mean']:.3f} ({em['low']:.3f} to {em['high']:.3f})" if em else "not run" for em in found
         )
         rows.append([name, *cells])
+    rows.append(
+        [
+            "the batch that questions apart from these chose",
+            *(run.get("best_step", "not recorded") for run in runs),
+        ]
+    )
     columns = [{"nq": "NQ", "hotpotqa": "HotpotQA"}[run["task"]] + f", seed {run['seed']}" for run in runs]
     return markdown_table(["Qwen2.5-Coder-0.5B, exact match", *columns], rows)
 
