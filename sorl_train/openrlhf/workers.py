@@ -22,8 +22,8 @@ from sorl_train.learner.scoring import score
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.models.policy import VALUE_HEAD_FILE
 from sorl_train.openrlhf.deepspeed_backend import DeepSpeedBackend, ValueHead
-from sorl_train.openrlhf.driver import rendezvous_port
 from sorl_train.openrlhf.flags import Placement
+from sorl_train.openrlhf.rendezvous import rendezvous_port
 from sorl_train.run.folder import RunDir
 
 ACTOR, CRITIC = "_actor", "_critic"  # where OpenRLHF looks for shards in a checkpoint

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from sorl_train.openrlhf.driver import rendezvous_port
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, CPU_MODE, import_folders
+from sorl_train.openrlhf.rendezvous import rendezvous_port
 from sorl_train.run.files import read_jsonl
 
 from ..conftest import SHORT as LOCAL

@@ -24,11 +24,11 @@ from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, by_rank, collate, put_together, rows_by_rank
 from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.openrlhf import engine_limits, launch
-from sorl_train.openrlhf.driver import rendezvous_port
 from sorl_train.openrlhf.engine_limits import check, check_attention, critic_start
 from sorl_train.openrlhf.flags import ALLOWED, COPIED, Placement, as_arguments, openrlhf_flags
 from sorl_train.openrlhf.launch import cause_of_death, follow
 from sorl_train.openrlhf.prompts import exclude_older, training_loader
+from sorl_train.openrlhf.rendezvous import rendezvous_port
 from sorl_train.rollout.jobs import training_jobs
 from sorl_train.run.folder import RunDir
 from sorl_train.run.metrics_log import MetricsLog

@@ -146,7 +146,7 @@ def test_parameters(place: str) -> None:
 def test_names_that_are_replaced_or_called() -> None:
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 
-    from sorl_train.openrlhf.driver import rendezvous_port
+    from sorl_train.openrlhf.rendezvous import rendezvous_port
     from sorl_train.openrlhf.workers import ACTOR, CRITIC, CriticWorker, PolicyWorker
 
     assert (ACTOR, CRITIC) == ("_actor", "_critic")  # as in ``SOURCES``

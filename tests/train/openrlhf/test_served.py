@@ -21,8 +21,8 @@ from sorl_env.task.registry import load_task
 from sorl_env.turns.tokens import encode_prompt, tag_reply_ids
 from sorl_train.evaluate.results import EvalResult, read_folder
 from sorl_train.models.policy import load_policy, load_tokenizer
-from sorl_train.openrlhf.driver import rendezvous_port
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT
+from sorl_train.openrlhf.rendezvous import rendezvous_port
 
 from ..conftest import WORLD
 from .conftest import command

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from sorl_tools.search.http import TOKEN_VARIABLE
-from sorl_train.openrlhf.driver import FORWARDED, SECRET, rendezvous_port, runtime_env
+from sorl_train.openrlhf.driver import FORWARDED, SECRET, runtime_env
+from sorl_train.openrlhf.rendezvous import rendezvous_port
 
 TOKEN = "s3cret-t0ken-of-this-test"
 ASKED = [
