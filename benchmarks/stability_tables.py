@@ -368,7 +368,7 @@ def qwen() -> str:
         rows.append([name, *cells])
     rows.append(
         [
-            "the batch that questions apart from these chose",
+            "the batch whose weights held-out training questions chose",
             *(run.get("best_step", "not recorded") for run in runs),
         ]
     )

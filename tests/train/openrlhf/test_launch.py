@@ -321,10 +321,9 @@ def test_rank_0_meets_the_others_at_a_free_port_that_no_outgoing_connection_gets
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert all(20000 <= rendezvous_port() < 32768 for _ in range(50))
-    free = rendezvous_port()
     with socket.socket() as busy:
         busy.bind(("", rendezvous_port()))
-        taken = busy.getsockname()[1]
+        taken, free = busy.getsockname()[1], rendezvous_port()
         monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken, free])
         assert rendezvous_port() == free
         monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken])
