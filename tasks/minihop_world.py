@@ -141,7 +141,7 @@ def relation_paths(hops: int) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def generate_world(spec: WorldSpec) -> World:
-    """Draw the world of ``spec``. Raises ``UserError`` if there are too few words for so many names, or a split gets no
+    """Draw the world of ``spec``. Raises ``UserError`` if there are fewer words than names, or a split gets no
     entities."""
     names = {kind: _draw_names(spec, kind) for kind in RELATIONS}
     entities: dict[str, Entity] = {}

@@ -36,7 +36,7 @@ from sorl_train.config.settings import TrainConfig
 
 DEFAULT_CONFIG = "quickstart"
 STUDIES = "studies"  # the folder of sorl-lab's studies among the packaged configs
-CLUSTER = "cluster"  # that of the environment for GPUs and of jobs for clusters, which are no configs
+CLUSTER = "cluster"  # the folder of the pins for GPUs and of jobs for clusters, which are not configs
 _OF_A_TASK = ("task_args", "data", "eval_data")  # dropped when a layer changes the task
 
 

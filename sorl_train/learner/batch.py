@@ -168,7 +168,7 @@ def state_keys(trajectory: Trajectory, anchor_state: AnchorState) -> list[Hashab
     """For each turn, the state that it started in: token ids of the environment's text.
 
     ``observation``: the environment's last words, which are the prompt or its reply to the turn before. ``history``:
-    all its words so far, in their order. The policy's own words are no part of a state.
+    all its words so far, in their order. The policy's own words do not belong to a state.
     """
     said: list[bytes] = []
     keys: list[Hashable] = []

@@ -37,7 +37,7 @@ class CannedSearch:
 
 
 class Scripted:
-    """A search tool that goes through a script and then repeats its end: what is no exception is returned."""
+    """A search tool that goes through a script and then repeats its last entry. It raises the exceptions in it."""
 
     name = "search"
     description = ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sorl_env import Example
 
-OFTEN = 1500  # once in so many turns there is a megabyte
+OFTEN = 1500  # one turn in this many is a megabyte long
 
 _ODD = (
     "\ud800", "\udfff", "\ude00\ud83d", "\ud83d\ude00", "\x00", "\x1b[31m", "\x85", "\u2028", "\u202e", "\u2066",

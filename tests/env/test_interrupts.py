@@ -136,7 +136,7 @@ def test_results_errors_and_other_threads() -> None:
         raise error
 
     assert run_async(asyncio.sleep(0, 3)) == 3
-    for error in (ValueError("broken"), asyncio.CancelledError()):  # a cancellation is no interrupt
+    for error in (ValueError("broken"), asyncio.CancelledError()):  # not an interrupt: they reach the caller
         with pytest.raises(type(error)):
             run_async(fails(error))
     found: list[int] = []

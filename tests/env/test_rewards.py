@@ -35,7 +35,7 @@ def test_exact_and_substring_match_agree_with_seven_public_scorers(shared_data: 
 
 
 def test_rollouts_are_valid_where_search_r1_says_so(shared_data: Path) -> None:
-    """But for an empty answer, which is no answer here, and tags in retrieved text, which the environment takes out."""
+    """Except for an empty answer, which does not count here, and tags in retrieved text, which are removed."""
     rows = cases(shared_data, "rollout_format")
     assert len(rows) == 140 and 0 < sum(row["valid"] for row in rows) < len(rows)
     differing = []

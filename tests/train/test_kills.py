@@ -125,7 +125,7 @@ KINDS = {
     "disk full": Kind(29, error=errno.ENOSPC),
     "disk full for a moment": Kind(20, error=errno.ENOSPC, once=True),
 }
-SHORT = 4  # one in so many events happens where not all are asked for
+SHORT = 4  # every fourth event happens where not all are asked for
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_the_fingerprint_of_a_server_that_is_being_started(start: Any, corpus: P
 def test_the_fingerprint_where_nobody_answers_or_tells(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other_make = HttpSearch(faulty.url)  # its /health is no JSON that we know
+    other_make = HttpSearch(faulty.url)  # a server of another make: its /health is not ours
     assert other_make.fingerprint == faulty.url
     other_make.close()
     gone = FaultyServer()

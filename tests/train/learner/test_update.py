@@ -239,7 +239,7 @@ def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(
 def test_the_target_kl_is_measured_from_the_weights_that_began_the_batch(
     tiny_folder: str, trajectories: list[Trajectory]
 ) -> None:
-    """Whoever sampled it: how old a batch is, is no distance that its update went."""
+    """The distance that an update went does not depend on how old its batch is."""
     config = short_config(**{"update.target_kl": 0.02})
     model = load_policy(tiny_folder, config.hardware.device)
     batch = off_policy(collate(trajectories))

@@ -144,7 +144,7 @@ def test_a_weight_multiplies_surrogate_and_clipping_bias_by_hand() -> None:
     torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 0.0, 0.0, -0.25 * 1.1 * 4 / 4]]))
     assert float(output.stats.bias_square_sum) == pytest.approx((3 * 2) ** 2 + (0.5 * 0.5) ** 2)
     metrics = output.stats.metrics()
-    # a token of weight 0 has no gradient: clipping takes none away, and it is no signal
+    # a token of weight 0 has no gradient: clipping takes none away, and it does not count as signal
     assert metrics["clip_frac"] == pytest.approx(2 / 4) and metrics["signal_frac"] == pytest.approx(3 / 4)
     assert metrics["ratio_mean"] == pytest.approx(5.6 / 4)
 
@@ -179,7 +179,7 @@ def test_a_run_in_bfloat16_on_policy_is_corrected(tmp_path: Path) -> None:
         assert line["rollout/mismatch_mean"] > 1e-4
         assert 0 < line["loss/correction_cut_frac"] < 1 and 0 < line["loss/correction_zero_frac"] < 1
         assert line["loss/correction_mean"] == pytest.approx(1 - line["loss/correction_zero_frac"], abs=2e-3)
-        # the weights of the tokens that lost theirs are no signal
+        # tokens of weight 0 do not count as signal
         assert line["loss/signal_frac"] <= 1 - line["loss/correction_zero_frac"] + 1e-6
     records = list(iter_token_records(run_dir.trajectories / "step_000001.tokens.jsonl.gz"))
     weights = [weight for record in records for weight in record.weight]

@@ -122,7 +122,7 @@ class Browser:
         self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def move_to(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
-        """Put the pointer on an element, at so much of its width and height."""
+        """Put the pointer on an element, at the shares ``x`` and ``y`` of its width and height."""
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
         left, top, width, height = self.run(
             f"(() => {{ const r = {box}; return [r.left, r.top, r.width, r.height]; }})()"

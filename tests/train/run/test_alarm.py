@@ -81,7 +81,7 @@ def test_lone_steps_are_no_strain_and_many_small_ones_are() -> None:
 
 
 def turns_of(share: float, turns: int, steps: int, draw: random.Random) -> list[dict[str, Any]]:
-    """Steps with so many turns each, of which chance makes the given share valid."""
+    """Steps with ``turns`` turns each, of which a ``share``, up to chance, is valid."""
     valid = [sum(draw.random() < share for _ in range(turns)) / turns for _ in range(steps)]
     return [{"rollout/valid_turn_rate": found, "rollout/turns": float(turns)} for found in valid]
 
