@@ -2,11 +2,13 @@
 # Qwen2.5-Coder-0.5B on real questions (configs/qwen_nq.yaml): cold start, RL, and evaluations on 500 test questions.
 #
 #   benchmarks/qwen.sh TASK MODEL QUESTIONS OUT [SEED] [SETTING VALUE ..]
+#   START=runs/nq/cold-1/checkpoints/best/policy STEPS=24 benchmarks/qwen.sh hotpotqa MODEL QUESTIONS OUT 1
 #
 # TASK is nq or hotpotqa, MODEL a transformers folder. QUESTIONS is a folder with train.jsonl, dev.jsonl (training
 # questions that choose the checkpoint), test.jsonl and passages.jsonl.gz. OUT gets all runs, and in SEED.json the figures
 # of docs/qwen.jsonl. After an interruption the same command goes on: finished parts stay, RL is resumed, an evaluation
-# asks what is open. Settings that follow are of the RL run.
+# asks what is open. Settings that follow are of the RL run. START is a policy with which imitation begins in place of
+# MODEL, for STEPS steps: HotpotQA's few training questions, with their supporting_facts, are learned after NQ's.
 set -euo pipefail
 task=$1 model=$2 questions=$3 out=$4 seed=${5:-0}
 shift $(($# < 5 ? $# : 5))
@@ -25,7 +27,8 @@ own=(--task "$task" --search.corpus "$questions/passages.jsonl.gz") # a run brin
 evaluate as-it-comes "$model" --mode direct rag "${own[@]}"
 evaluate as-it-comes-agent "$model" --mode agent "${own[@]}" --limits.max_turns 3 --limits.max_new_tokens 64
 if [ ! -e "$cold/summary.json" ]; then # supervised training cannot be resumed
-    sorl-train --config qwen_nq --stage sft --model "$model" "${data[@]}" --run_dir "$cold" --overwrite
+    sorl-train --config qwen_nq --stage sft --model "${START:-$model}" --sft.steps "${STEPS:-40}" "${data[@]}" \
+        --run_dir "$cold" --overwrite
 fi
 evaluate "cold-$seed-test" "$cold" --mode agent
 if ! ls "$rl"/checkpoints/step_* > /dev/null 2>&1; then
