@@ -43,6 +43,8 @@ python - "$task" "$seed" "$out" << 'EOF'
 import json, sys
 from pathlib import Path
 
+import yaml
+
 task, seed, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 scores = {}
 for name in ("as-it-comes", "as-it-comes-agent", f"cold-{seed}-test", f"rl-{seed}-test"):
@@ -54,6 +56,7 @@ for file, names in ("metrics.jsonl", ("rollout/success", "eval/success")), ("tim
         curve.setdefault(line["step"], {}).update({name: line[name] for name in names if name in line})
 run = json.loads((out / f"rl-{seed}" / "summary.json").read_text())
 run = {name: run[name] for name in ("best_step", "wall_s", "peak_rss_mb")}  # step 0: the weights before RL are evaluated
+run["sft_steps"] = yaml.safe_load((out / f"cold-{seed}" / "config.yaml").read_text())["sft"]["steps"]
 figures = {"task": task, "seed": int(seed), "scores": scores, "rl": curve, **run}
 (out / f"{seed}.json").write_text(json.dumps(figures) + "\n")
 EOF

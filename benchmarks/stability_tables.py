@@ -356,8 +356,8 @@ def qwen() -> str:
         "as-it-comes direct": "as it comes, from memory",
         "as-it-comes rag": "as it comes, three passages in the prompt",
         "as-it-comes-agent agent": "as it comes, with the search tool",
-        "cold agent": "after 40 steps of imitation, with the search tool",
-        "rl agent": "after 12 batches of RL from there",
+        "cold agent": "after imitation, with the search tool",
+        "rl agent": "after RL from there",
     }
     rows = []
     for key, name in names.items():
@@ -366,12 +366,10 @@ def qwen() -> str:
             f"{em['mean']:.3f} ({em['low']:.3f} to {em['high']:.3f})" if em else "not run" for em in found
         )
         rows.append([name, *cells])
-    rows.append(
-        [
-            "the batch whose weights held-out training questions chose",
-            *(run.get("best_step", "not recorded") for run in runs),
-        ]
-    )
+    rows.append(["steps of imitation", *(run["sft_steps"] for run in runs)])
+    rows.append(["batches of RL", *(max(map(int, run["rl"])) for run in runs)])
+    chosen = (run.get("best_step", "not recorded") for run in runs)
+    rows.append(["the batch whose weights held-out training questions chose", *chosen])
     columns = [{"nq": "NQ", "hotpotqa": "HotpotQA"}[run["task"]] + f", seed {run['seed']}" for run in runs]
     return markdown_table(["Qwen2.5-Coder-0.5B, exact match", *columns], rows)
 
