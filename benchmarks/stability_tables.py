@@ -367,7 +367,7 @@ def qwen() -> str:
         )
         rows.append([name, *cells])
     rows.append(["steps of imitation", *(run["sft_steps"] for run in runs)])
-    rows.append(["batches of RL", *(max(map(int, run["rl"])) for run in runs)])
+    rows.append(["batches of RL", *(max(map(int, run["rl"]), default=0) for run in runs)])
     chosen = (run.get("best_step", "not recorded") for run in runs)
     rows.append(["the batch whose weights held-out training questions chose", *chosen])
     columns = [{"nq": "NQ", "hotpotqa": "HotpotQA"}[run["task"]] + f", seed {run['seed']}" for run in runs]
