@@ -366,9 +366,9 @@ def qwen() -> str:
             f"{em['mean']:.3f} ({em['low']:.3f} to {em['high']:.3f})" if em else "not run" for em in found
         )
         rows.append([name, *cells])
-    rows.append(["steps of imitation", *(run["sft_steps"] for run in runs)])
-    rows.append(["batches of RL", *(max(map(int, run["rl"]), default=0) for run in runs)])
-    chosen = (run.get("best_step", "not recorded") for run in runs)
+    rows.append(["steps of imitation", *(str(run["sft_steps"]) for run in runs)])
+    rows.append(["batches of RL", *(str(max(map(int, run["rl"]), default=0)) for run in runs)])
+    chosen = (str(run.get("best_step", "not recorded")) for run in runs)
     rows.append(["the batch whose weights held-out training questions chose", *chosen])
     columns = [{"nq": "NQ", "hotpotqa": "HotpotQA"}[run["task"]] + f", seed {run['seed']}" for run in runs]
     return markdown_table(["Qwen2.5-Coder-0.5B, exact match", *columns], rows)
