@@ -12,6 +12,7 @@ import argparse
 import functools
 import itertools
 import json
+import operator
 import re
 import sys
 from collections import Counter, defaultdict
@@ -36,6 +37,7 @@ TRUST = " + trust region"  # behind an algorithm's name, in the runs that have o
 RATES = (5e-5, 1.6e-4, 5e-4, 1.6e-3, 5e-3)  # those that all rows of the grid have
 Run = Mapping[str, Any]
 PAGES = (DOCS / "stability.md", DOCS / "algorithms.md", DOCS / "report.md")
+LONG_RATES, SETTLED = (1.6e-4, 1.6e-3, 5e-3), 100  # of the runs of 300 steps
 RARELY_PAID = 0.8  # the success up to which rarely paid questions are waited for, below ``compare.GOOD``
 # the arms of the severe study that are in the table, and what the page calls them
 SEVERE = {
@@ -334,6 +336,22 @@ def before_and_after(name: str) -> str:
     return markdown_table(["", "before", "best", "after", "ended less than .1 above its start"], rows)
 
 
+def length() -> str:
+    """Long runs by staleness and rate: final success, the lowest from step ``SETTLED`` on, final and lowest scale c."""
+    runs, rows = read("length"), []
+    key = operator.itemgetter("arm", "rollout.max_staleness")
+    for arm, staleness in dict.fromkeys(map(key, runs)):
+        cells = {}
+        for run in runs:
+            if key(run) == (arm, staleness):
+                settled = [success for step, success in run["curve"] if step >= SETTLED]
+                lowest = min([*settled, run["final"]])  # a run that collapsed has ended before
+                scales = "" if run["scale"] is None else f"; {run['scale']:.2f}, {run['least_scale']:.2f}"
+                cells[run["optim.lr"]] = f"{run['final']:.2f}, {lowest:.2f}{scales}"
+        rows.append([arm, str(staleness), *(cells.get(rate, "-") for rate in LONG_RATES)])
+    return markdown_table(["", "staleness", *map(_rate, LONG_RATES)], rows)
+
+
 def ppo_rates() -> str:
     """PPO on tasks of Gymnasium by learning rate: mean final return of the seeds, alone and with a trust region."""
     path = DOCS / "stability" / "ppo_rates.jsonl"
@@ -382,6 +400,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "remedies": remedies,
     "remedies_settings": remedies_settings,
     "trust_ppo": lambda: trust_grid("ppo"),
+    "length": length,
     "ppo_rates": ppo_rates,
     "qwen": qwen,
     "grid_again": grid_again,
