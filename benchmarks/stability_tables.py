@@ -346,7 +346,7 @@ def length() -> str:
             if key(run) == (arm, staleness):
                 settled = [success for step, success in run["curve"] if step >= SETTLED]
                 lowest = min([*settled, run["final"]])  # a run that collapsed has ended before
-                scales = "" if run["scale"] is None else f"; {run['scale']:.2f}, {run['least_scale']:.2f}"
+                scales = "" if run["scale"] is None else f"; {run['scale']:.3f}, {run['least_scale']:.3f}"
                 cells[run["optim.lr"]] = f"{run['final']:.2f}, {lowest:.2f}{scales}"
         rows.append([arm, str(staleness), *(cells.get(rate, "-") for rate in LONG_RATES)])
     return markdown_table(["", "staleness", *map(_rate, LONG_RATES)], rows)
