@@ -152,7 +152,6 @@ def severe(name: str = "severe") -> str:
         rows.append(
             [
                 label,
-                str(len(runs)),
                 f"{median['final']:.2f}",
                 f"{np.median(kept):.2f}{spread}",
                 f"{len(steps)} of {len(runs)}" + (f", from step {np.median(steps):g}" if steps else ""),
@@ -160,7 +159,7 @@ def severe(name: str = "severe") -> str:
                 f"{median['mean_rate']:.1e}",
             ]
         )
-    header = "arm | seeds | final | final / peak | collapsed | clip fraction | mean rate"
+    header = "arm | final | final / peak | collapsed | clip fraction | mean rate"
     return markdown_table(header.split(" | "), rows)
 
 
@@ -217,8 +216,8 @@ def shares(runs: Sequence[Run], arms: Sequence[str]) -> str:
             "{:.2f} ({:.2f} to {:.2f})".format(*average(final)),
             f"{min(float(np.median(values)) for values in final.values()):.2f}",
         ]
-        rows.append([arm, *figures, unlearned([run for run in runs if run["arm"] == arm]), str(len(kept))])
-    header = " | held above .95 | mean final success | lowest | ended less than .1 above its start | cells"
+        rows.append([arm, *figures, unlearned([run for run in runs if run["arm"] == arm])])
+    header = " | held above .95 | mean final success | lowest | ended less than .1 above its start"
     return markdown_table(header.split(" | "), rows)
 
 
@@ -243,8 +242,8 @@ def remedies() -> str:
         mean, low, high = average(final)
         lowest = min(float(np.median(values)) for values in final.values())
         spread = f"{mean:.2f} ({low:.2f} to {high:.2f})"
-        slow = unlearned([run for run in runs if run["arm"] == arm])
-        rows.setdefault(name, [name]).extend([f"{held} of {len(common)}", spread, f"{lowest:.2f}", slow])
+        slow = sum(not has_learned(run) for run in runs if run["arm"] == arm)
+        rows.setdefault(name, [name]).extend([str(held), spread, f"{lowest:.2f}", str(slow)])
         means[name] += mean
     figures = "held | mean final success | lowest | not learned"
     header = f" | PPO: {figures} | GRPO: {figures}".split(" | ")
