@@ -250,23 +250,35 @@ def remedies() -> str:
     return markdown_table(header, sorted(rows.values(), key=lambda row: means[row[0]]))
 
 
-def remedies_settings() -> str:
-    """Each remedy's three settings on the cells that are not reported: mean final success, and the best of the three.
+def remedies_best() -> str:
+    """Each remedy at its best of three settings, which other cells chose, where that is not the published one.
 
-    Of equal ones it is the published, which comes first. A remedy is left out until all of its cells have run.
+    The setting, how many cells it held, and its mean final success; in brackets that of the published one. Below, what
+    the algorithms and the trust region do on these cells.
     """
-    runs = read("remedies_settings")
-    study = load_study(str(DOCS.parent / "benchmarks" / "remedies_settings.yaml"))
-    arms = list(dict.fromkeys(run.arm for run in study.runs))
-    cells = len(study.runs) / len(arms)
-    rows = []
-    for three in zip(arms[::3], arms[1::3], arms[2::3], strict=True):
-        finals = [[run["final"] for run in runs if run["arm"] == arm] for arm in three]
-        if all(len(found) == cells for found in finals):
-            means = [float(np.mean(found)) for found in finals]
-            rows.append([*(f"{arm}: {mean:.2f}" for arm, mean in zip(three, means, strict=True))])
-            rows[-1].append(three[means.index(max(means))])
-    return markdown_table(["published", "second", "third", "best"], rows)
+    published, best = read("remedies"), read("remedies_best")
+    points = {(reuse_of(run), run["optim.lr"]) for run in best}
+    here = [run for run in published if (reuse_of(run), run["optim.lr"]) in points]
+    names = {run["arm"].split(maxsplit=1)[1] for run in here}
+    rows: dict[str, dict[str, str]] = defaultdict(dict)
+
+    def figures(runs: Sequence[Run], arm: str) -> tuple[int, float]:
+        held, final = (cells_of(runs, arm, figure).values() for figure in ("held", "final"))
+        return sum(bool(np.median(values) > 0.95) for values in held), float(
+            np.mean([*map(np.median, final)])
+        )
+
+    for arm in dict.fromkeys(run["arm"] for run in best):
+        algo, rest = arm.split(maxsplit=1)
+        name = next(name for name in names if rest.startswith(f"{name} "))
+        held, mean = figures(best, arm)
+        before = figures(here, f"{algo} {name}")[1]
+        rows[name][algo] = f"{rest.removeprefix(name).strip()}: {held}; {mean:.2f} ({before:.2f})"
+    for name, algo in itertools.product(("alone", "trust region .01"), ("ppo", "grpo")):
+        if name in names:
+            rows[name][algo] = "{}; {:.2f}".format(*figures(here, f"{algo} {name}"))
+    cells = [[name, *(row.get(algo, "-") for algo in ("ppo", "grpo"))] for name, row in rows.items()]
+    return markdown_table(["", "PPO: setting, held, mean final success", "GRPO: the same"], cells)
 
 
 def records(name: str) -> list[Recorded]:
@@ -397,7 +409,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "held": held,
     "trust_shares": trust_shares,
     "remedies": remedies,
-    "remedies_settings": remedies_settings,
+    "remedies_best": remedies_best,
     "trust_ppo": lambda: trust_grid("ppo"),
     "length": length,
     "ppo_rates": ppo_rates,
