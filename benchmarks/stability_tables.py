@@ -264,9 +264,8 @@ def remedies_best() -> str:
 
     def figures(runs: Sequence[Run], arm: str) -> tuple[int, float]:
         held, final = (cells_of(runs, arm, figure).values() for figure in ("held", "final"))
-        return sum(bool(np.median(values) > 0.95) for values in held), float(
-            np.mean([*map(np.median, final)])
-        )
+        mean = float(np.mean([np.median(values) for values in final]))
+        return sum(bool(np.median(values) > 0.95) for values in held), mean
 
     for arm in dict.fromkeys(run["arm"] for run in best):
         algo, rest = arm.split(maxsplit=1)

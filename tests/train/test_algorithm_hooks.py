@@ -103,7 +103,7 @@ def test_entropy_is_rewarded_below_its_target_alone(tiny_folder: str, batch: Bat
 
 
 def test_a_trust_region_from_outside_is_trained_and_resumed(tmp_path: Path) -> None:
-    """A rate that leaves the region at once: the weights go back, the rate stays, and both states are kept."""
+    """A rate that leaves the region at once: the weights go back, the rate stays, and a resumed run goes on alike."""
     file = tmp_path / "back_alone.py"
     file.write_text(BACK_ALONE)
     algo = str(file)
