@@ -351,14 +351,21 @@ def length() -> str:
     runs, rows = read("length"), []
     key = operator.itemgetter("arm", "rollout.max_staleness")
     for arm, staleness in dict.fromkeys(map(key, runs)):
-        cells = {}
-        for run in runs:
-            if key(run) == (arm, staleness):
-                settled = [success for step, success in run["curve"] if step >= SETTLED]
-                lowest = min([*settled, run["final"]])  # a run that collapsed has ended before
-                scales = "" if run["scale"] is None else f"; {run['scale']:.3f}, {run['least_scale']:.3f}"
-                cells[run["optim.lr"]] = f"{run['final']:.2f}, {lowest:.2f}{scales}"
-        rows.append([arm, str(staleness), *(cells.get(rate, "-") for rate in LONG_RATES)])
+        cells = []
+        for rate in LONG_RATES:
+            seeds = [run for run in runs if (*key(run), run["optim.lr"]) == (arm, staleness, rate)]
+            if not seeds:
+                cells.append("-")
+                continue
+            settled = [[success for step, success in run["curve"] if step >= SETTLED] for run in seeds]
+            # a run that collapsed has ended before
+            lowest = [min([*later, run["final"]]) for later, run in zip(settled, seeds, strict=True)]
+            text = ", ".join(map(compare.mean_and_range, ([run["final"] for run in seeds], lowest)))
+            if seeds[0]["scale"] is not None:
+                scale, least = (np.mean([run[name] for run in seeds]) for name in ("scale", "least_scale"))
+                text += f"; {scale:.3f}, {least:.3f}"
+            cells.append(text)
+        rows.append([arm, str(staleness), *cells])
     return markdown_table(["", "staleness", *map(_rate, LONG_RATES)], rows)
 
 

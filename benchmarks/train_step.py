@@ -53,7 +53,6 @@ from sorl_train.run.display import Display
 from sorl_train.run.folder import RunDir
 from sorl_train.sft.cold_start import resolve_model
 
-STEP_RATIO, ROLLOUT_RATIO = 0.7, 1.5  # at most, at least
 GROUP, TOKENS = 8, 24
 LEARNING_RATE = 1e-5
 CLOSING = ("</search>", "</answer>")
@@ -198,7 +197,7 @@ def compare_steps(model: str, args: argparse.Namespace, dtype: str) -> dict[str,
         trainer.train()
     pairs = list(zip(ours, theirs, strict=True))[args.warm_up :]
     print(f"\none GRPO step, {batch} completions of {TOKENS} tokens; seconds, sorl and TRL {version('trl')}:")
-    return summarize(pairs, f"at most {STEP_RATIO}")
+    return summarize(pairs)
 
 
 def generate_rollouts(
@@ -281,14 +280,14 @@ def compare_rollouts(model: str, config: TrainConfig, args: argparse.Namespace) 
             speeds[side] = tokens / (time.perf_counter() - started)
         pairs.append((speeds[0], speeds[1]))
     print(f"\nmulti-turn rollouts, {len(jobs)} dialogues; tokens a second, sorl and generate once a turn:")
-    return summarize(pairs[args.warm_up :], f"at least {ROLLOUT_RATIO}")
+    return summarize(pairs[args.warm_up :])
 
 
-def summarize(pairs: Sequence[tuple[float, float]], bar: str) -> dict[str, Any]:
+def summarize(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Medians of both sides over the rounds, and of the ratio of ours to theirs."""
     medians = [statistics.median(side) for side in zip(*pairs, strict=True)]
     ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-    print(f"{medians[0]:.3f} and {medians[1]:.3f}, ratio {ratio:.2f} ({bar})")
+    print(f"{medians[0]:.3f} and {medians[1]:.3f}, ratio {ratio:.2f}")
     return {"medians": medians, "ratio": ratio, "rounds": len(pairs)}
 
 

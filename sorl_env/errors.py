@@ -1,11 +1,15 @@
-"""Errors that a user can cause and correct, suggestions to go with them, and the ranges that numbers must keep."""
+"""Errors that a user can cause and correct, suggestions to go with them, what is installed, and ranges of numbers."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import httpx
 
 _MOST_NAMES = 20  # names that a message lists
 _LONGEST_NAME = 200  # characters of an unknown name that are compared
@@ -27,6 +31,14 @@ def install_command(extras: str) -> str:
     'pip install -e ".[train]" in your clone of sorl'
     """
     return f'pip install -e ".[{extras}]" in your clone of sorl'
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package; None if it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -64,6 +76,22 @@ def no_such_file(path: Path, suffixes: tuple[str, ...] = (), what: str = "file")
         return f"{path}: no such {what}. Its folder {path.parent} does not exist either"
     names = [entry.name for entry in path.parent.iterdir() if not suffixes or entry.name.endswith(suffixes)]
     return f"{path}: no such {what}. {did_you_mean(path.name, names)}"
+
+
+def http_address(text: str, option: str, example: str) -> httpx.URL:
+    """The address of a server. Raises ``UserError``, which names ``option`` and an ``example``, for any other text."""
+    import httpx
+
+    try:
+        url = httpx.URL(text)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise httpx.InvalidURL("it begins with neither http:// nor https://, or has no host")
+        # the system would take the remainder of a division by 65536 for the port
+        if url.port is not None and not 0 < url.port < 1 << 16:
+            raise httpx.InvalidURL(f"a port lies between 1 and 65535, it is {url.port}")
+    except httpx.InvalidURL as error:
+        raise UserError(f"{option}={text!r}: {error}; give an address such as {example}") from error
+    return url
 
 
 MOST = 2**31 - 1  # the largest whole number that may count something

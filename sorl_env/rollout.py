@@ -260,7 +260,7 @@ async def run_trajectory(
             sampled = await sampler.generate(job.id, growing.token_ids, params)
             sampled_at = time.monotonic()
             text = codec.turn_text(sampled.token_ids)
-            result = await _contained(env, env.astep(text))
+            result = await _contained(env, env.astep(text, cut=sampled.finish == "length"))
             tool_s = time.monotonic() - sampled_at
             if growing.overflows(sampled, result):
                 result = await _contained(env, env.atruncate(StopReason.MAX_TOKENS))

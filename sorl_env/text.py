@@ -107,12 +107,12 @@ def format_number(value: Any, form: str = ".3f", missing: str = MISSING) -> str:
 def duration(seconds: float) -> str:
     """A duration in the units that suit it.
 
-    >>> [duration(s) for s in (0.25, 42, 185, 7800, 8e6)]
-    ['250 ms', '42 s', '3 min 05 s', '2 h 10 min', '93 days']
+    >>> [duration(s) for s in (0.25, 0.9996, 42, 185, 7800, 8e6)]
+    ['250 ms', '1 s', '42 s', '3 min 05 s', '2 h 10 min', '93 days']
     """
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import shlex
 import sys
 import warnings
@@ -16,8 +14,7 @@ from sorl_env.errors import UserError, install_command
 from sorl_train.config.settings import TrainConfig
 
 try:
-    from sorl_train.config.files import DEFAULT_CONFIG, load_config, packaged_configs
-    from sorl_train.config.find_algorithm import short_name
+    from sorl_train.config.files import DEFAULT_CONFIG, packaged_configs
     from sorl_train.config.options import Arguments, help_text, parse
     from sorl_train.config.schema import flatten
 except ModuleNotFoundError as error:  # the core alone is installed
@@ -42,7 +39,9 @@ def _run(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     if arguments.list_configs:
         return _show("\n".join(f"{name:<30}{about}" for name, about in packaged_configs().items()))
-    config = _settings(arguments)
+    from sorl_train.run.folder import settings_of
+
+    config = settings_of(arguments)
     if arguments.help is not None:
         return _show(help_text(flatten(config), arguments.config or DEFAULT_CONFIG, arguments.help))
     if arguments.dry_run:
@@ -70,24 +69,6 @@ def _run(argv: Sequence[str]) -> int:
         RunDir(folder).check_config()
     with FolderLock(folder, "--run_dir") as lock:  # before anything in the folder changes
         return _train(config, arguments, lock)
-
-
-def _settings(arguments: Arguments) -> TrainConfig:
-    """The config with its run folder. A resumed run keeps its saved settings unless --config is given."""
-    from_saved = arguments.resume and arguments.config is None
-    folder = arguments.overrides.get("run_dir") if from_saved else None
-    if folder is None:
-        config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
-        # such as runs/quickstart-so_ppo-s0, named after the config, or after a --task that is given
-        origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
-        kind = short_name(config.algo) if config.stage == "rl" else config.stage
-        name = re.sub(r"[^a-zA-Z0-9_.]+", "_", Path(origin).stem)
-        folder = config.run_dir or f"runs/{name}-{kind}-s{config.seed}"
-    if from_saved:
-        from sorl_train.run.folder import saved_config
-
-        config = saved_config(folder, arguments.overrides)
-    return dataclasses.replace(config, run_dir=folder)
 
 
 def _train(config: TrainConfig, arguments: Arguments, lock: FolderLock) -> int:

@@ -31,7 +31,14 @@ from sorl_train.learner.trust_region import final_kl_sample
 from sorl_train.learner.update import CriticUpdate, PolicyUpdate
 from sorl_train.learner.update_settings import is_on_policy, mini_batches, steps_of_batch
 from sorl_train.models.forward import compute_dtype, pick_device
-from sorl_train.models.policy import load_adapters, load_critic, load_policy, load_tokenizer, save_policy
+from sorl_train.models.policy import (
+    VALUE_HEAD_FILE,
+    load_adapters,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    save_policy,
+)
 from sorl_train.rollout.environments import make_env, without_tools
 from sorl_train.rollout.jobs import LocalSampler, evaluation_jobs, further_jobs, run_jobs, training_jobs
 from sorl_train.rollout.metrics import answers_of, eval_metrics, is_success, search_off_metrics
@@ -97,11 +104,15 @@ class LocalEngine:
         self.policy_update = PolicyUpdate(TorchBackend(self.policy, optimizer, **how), config)
         self.optimizers = {"actor": optimizer}
         self.critic_update: CriticUpdate | None = None
-        if config.algorithm.needs_critic:
+        is_rl = config.stage == "rl"  # supervised training needs the policy alone
+        if is_rl and config.algorithm.needs_critic:
             critic = load_critic(str(folder / "critic") if folder else config.critic or source, **loading)
+            if config.critic and not folder:
+                rows = len(critic.backbone.get_input_embeddings().weight)
+                self._require_own_tokens("critic", config.critic, rows)
             self.optimizers["critic"] = adamw(critic, config.optim, config.optim.critic_lr)
             self.critic_update = CriticUpdate(TorchBackend(critic, self.optimizers["critic"], **how), config)
-        self.reference = self._load_reference(loading, how) if config.loss.kl_coef > 0 else None
+        self.reference = self._load_reference(loading, how) if is_rl and config.loss.kl_coef > 0 else None
         self.check_mismatch = partial(
             check_mismatch,
             limit=mismatch_limit(
@@ -115,7 +126,7 @@ class LocalEngine:
         if folder:
             self.replay.load(folder)
             load_optimizers(folder / "optimizer.safetensors", self.optimizers)
-            self.waiting.extend(load_waiting(folder, self.usable))
+            self.waiting.extend(load_waiting(folder, self.collate))
             state = self.recorder.restore(folder)
             self.step = state["step"]
             if self.policy_update.trust is not None and "trust" in state:  # older versions have none
@@ -129,19 +140,29 @@ class LocalEngine:
     def _load_reference(self, loading: Any, how: Any) -> TorchBackend:
         """The model of the KL term: the policy's start, or a teacher of the same family."""
         teacher = self.config.loss.kl_model
-        if teacher and load_tokenizer(teacher).get_vocab() != self.tokenizer.get_vocab():
-            raise UserError(
-                f"loss.kl_model {teacher} has another tokenizer than {self.model_folder}, so it cannot score this "
-                "policy's tokens: choose a model of the same family"
-            )
+        if teacher:
+            self._require_own_tokens("loss.kl_model", teacher)
         reference = load_policy(teacher or self.model_folder, **loading)
         return TorchBackend(reference.requires_grad_(False).eval(), **how)
+
+    def _require_own_tokens(self, setting: str, source: str, rows: int = 0) -> None:
+        """Refuse a model with other tokens than the policy's. A critic of ours has no tokenizer, but ``rows`` of
+        embeddings."""
+        if (Path(source) / VALUE_HEAD_FILE).is_file():
+            fits = rows >= len(self.tokenizer)
+        else:
+            fits = load_tokenizer(source).get_vocab() == self.tokenizer.get_vocab()
+        if not fits:
+            raise UserError(
+                f"{setting} {source} has another tokenizer than {self.model_folder}, so it cannot score this policy's "
+                "tokens: choose a model of the same family"
+            )
 
     def _check_models(self) -> None:
         """Refuse models whose log-probabilities differ between our sampler or packed training pass and their plain
         ``forward``."""
         sampled = self.config.sampler.backend == "transformers"
-        check_policy(self.policy, self.longest, sampled=sampled, trained=self.config.stage == "rl")
+        check_policy(self.policy, self.longest, sampled=sampled, trained=True)
         if why := try_packing(self.policy, self.longest, sampled=sampled):
             self.recorder.display.message(
                 f"padding is computed, too, because this model's rows cannot be packed: {why}"

@@ -80,6 +80,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     # a resume loads the reference, LoRA's frozen weights and the tokenizer from it again
     if config.model != TINY:
         run_dir.record("model", fingerprint(model))
+    if config.loss.kl_coef and config.loss.kl_model:
+        run_dir.record("teacher", fingerprint(config.loss.kl_model))
     if point:
         run_dir.begin_resume()
         rewind(run_dir, point.path)

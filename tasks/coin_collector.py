@@ -44,8 +44,8 @@ def coin_collector(*, length: int = 10, games: int = 2000, hasty: float = 0.0) -
 
     Args:
         length: rooms on the way to the coin, that of the start among them. As many are dead ends beside it.
-        games: number of games in each split. The first episodes make theirs, about a second each, and keep them in the
-            cache folder.
+        games: number of games in each split. The first episodes make theirs one after another, about a second each, and
+            keep them in the cache folder. A first batch of over twenty games needs a longer ``search.timeout_s``.
         hasty: on this share of the games the expert answers with the first dead end that it meets. A policy that
             imitates it learns this habit, and reinforcement learning has to correct it.
 

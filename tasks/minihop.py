@@ -75,8 +75,10 @@ def minihop(
     Raises ``UserError`` if a knob is out of range, or the world has too few names or questions.
     """
     hops = tuple(hops)
-    _check_knobs(hops, top_k, reasoning, hasty)
     spec = WorldSpec(seed, entities, lookalikes, distractors, test_share)
+    wholes = {"entities": entities, "reasoning": reasoning, "top_k": 1 if top_k is None else top_k}
+    wholes |= {"train_questions": train_questions, "test_questions": test_questions}
+    _check_knobs(hops, spec, hasty, wholes)
     counts = {"train": train_questions, "test": test_questions}
 
     return Task(
@@ -226,13 +228,17 @@ def _limits(hops: int, top_k: int, reasoning: int) -> Limits:
     )
 
 
-def _check_knobs(hops: tuple[int, ...], top_k: int | None, reasoning: int, hasty: float) -> None:
+def _check_knobs(hops: tuple[int, ...], spec: WorldSpec, hasty: float, wholes: Mapping[str, int]) -> None:
     if not hops or len(set(hops)) < len(hops) or not set(hops) <= set(range(1, MAX_HOPS + 1)):
         raise UserError(f"minihop: hops={hops}: give different numbers from 1 to {MAX_HOPS}")
-    if reasoning < 1 or (top_k is not None and top_k < 1):
-        raise UserError(f"minihop: reasoning={reasoning}, top_k={top_k}: give at least 1")
-    if not 0 <= hasty <= 1:
-        raise UserError(f"minihop: hasty={hasty}: give a share between 0 and 1")
+    for name, number in wholes.items():
+        if not (isinstance(number, int) and number >= 1):
+            raise UserError(f"minihop: {name}={number}: give a whole number from 1 on")
+    if not spec.lookalikes >= 1:
+        raise UserError(f"minihop: lookalikes={spec.lookalikes}: give at least 1")
+    for name, share in {"test_share": spec.test_share, "hasty": hasty}.items():
+        if not 0 <= share <= 1:
+            raise UserError(f"minihop: {name}={share}: give a share between 0 and 1")
 
 
 def _count(counts: Mapping[str, int], split: str) -> int:

@@ -52,11 +52,19 @@ class Passage:
         passage_id = "" if name is None else str(name)
         if "contents" not in row:
             title = "" if row.get("title") is None else _text(row, "title")
-            return cls(passage_id, title, _text(row, "text"))
+            return cls(passage_id, _one_line(title), _one_line(_text(row, "text")))
         title, newline, text = _text(row, "contents").partition("\n")
         if not newline:
             title, text = "", title
-        return cls(passage_id, title.strip().strip('"'), " ".join(text.split("\n")))
+        title = title.strip()
+        if len(title) > 1 and title[0] == title[-1] == '"':
+            title = title[1:-1]
+        return cls(passage_id, title, _one_line(text))
+
+
+def _one_line(text: str) -> str:
+    """A reply has a line for each passage, and ``contents`` has its title in the first."""
+    return " ".join(text.split("\n"))
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
@@ -223,7 +231,7 @@ def _from_columns(row: Mapping[str, Any]) -> Passage:
 def _read_text(path: Path, name: str) -> Iterator[Passage]:
     """Passages of about 100 words. Their title is the first heading of a Markdown file, or else the file's name."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error})") from error
     heads = (line.lstrip("# ").strip() for line in text.splitlines() if line.startswith("#"))

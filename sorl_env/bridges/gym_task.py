@@ -83,10 +83,10 @@ def _find_wrapper(reference: str) -> Callable[[Any], Any]:
 def _make(env_id: str, wrap: Callable[[Any], Any] | None, kwargs: dict[str, Any]) -> TextGym:
     try:
         env = gymnasium.make(env_id, **kwargs)
-    except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
+    except Exception as error:  # whatever the constructor raises for a wrong argument
         raise UserError(
-            f"gym:{env_id}: {error}. Give a registered id (gym:package.module:ID imports the module that registers "
-            f"it), install the package that it comes from, or correct task_args.kwargs={kwargs}"
+            f"gym:{env_id}: {type(error).__name__}: {error}. Give a registered id (gym:package.module:ID imports the "
+            f"module that registers it), install its package, or correct task_args.kwargs={kwargs}"
         ) from error
     made: Any = env if wrap is None else wrap(env)
     if not isinstance(made, gymnasium.Env):

@@ -134,6 +134,8 @@ class OpenEnvSession:
                 await self._connect()
                 reply, record = await self._ask("reset", data)
                 break
+            except ToolInputError as error:
+                raise self._unavailable("it begins no episode", error) from error
             except _LOST as error:
                 self.close()
                 if isinstance(error, InvalidStatus) and error.response.status_code in (401, 403):

@@ -132,8 +132,8 @@ class SessionEnv:
         self._clock = EpisodeClock()
         return self._instruction + valid_text(text)
 
-    async def astep(self, action: str) -> TurnInfo:
-        """One turn of the policy."""
+    async def astep(self, action: str, cut: bool = False) -> TurnInfo:
+        """One turn of the policy. One that the token limit ``cut`` is read like any other."""
         if self._session is None:
             raise ResetNeeded("call areset() first")
         action = valid_text(action)
@@ -251,7 +251,8 @@ def session_task(
     """A task whose episodes are played by sessions, see ``SessionEnv``; ``instruction=None`` explains ``action``."""
     if instruction is None:
         instruction = INSTRUCTION if format == "action" else ""
-    form: dict[str, Any] = {"format": format, "stop": tuple(stop), "instruction": instruction}
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    form: dict[str, Any] = {"format": format, "stop": stops, "instruction": instruction}
     return Task(
         name=name,
         prompt=lambda example: "",

@@ -152,7 +152,7 @@ def requests(tool: Tool, text: str) -> Iterator[ToolRequest]:
         return
     properties: Mapping[str, Any] = tool.schema.get("properties", {})
     names = list(tool.schema.get("required", ()))
-    for values in itertools.product(*(_sample_values(properties[name], text) for name in names)):
+    for values in itertools.product(*(_sample_values(properties.get(name, {}), text) for name in names)):
         yield ToolRequest(tool.name, json.dumps(dict(zip(names, values, strict=True))))
 
 
@@ -163,7 +163,7 @@ def _sample_values(schema: Mapping[str, Any], text: str) -> Sequence[Any]:
         return _sample_values(schema["anyOf"][0], text)
     number = schema.get("minimum", 1)
     values = {"string": text, "integer": number, "number": number, "boolean": True, "array": [], "object": {}}
-    return [values.get(schema["type"])]
+    return [values.get(schema.get("type", "string"))]
 
 
 def _junk(tool: Tool) -> Iterator[ToolRequest]:

@@ -16,20 +16,20 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
 from typing import Any, NoReturn, TypeVar
 
-from sorl_env.errors import MAX_SEED, MOST, Bounds, UserError, did_you_mean
+from sorl_env.errors import MAX_SEED, MOST, Bounds, UserError, did_you_mean, installed
 from sorl_env.task.import_file import user_traceback
 from sorl_env.text import valid_text
 
 _T = TypeVar("_T")
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # 130 is what a shell reports for Ctrl-C
+FAILED, WRONG_USAGE, INTERRUPTED, UNREAD = 1, 2, 130, 141  # a shell reports Ctrl-C and SIGPIPE in this way
 _LONGEST_WORD = 300  # characters; a message shows only both ends of a longer one
 # What to do about an error of the system, by its number; about others that name a path, there is `_OTHER_PATH`.
 _ADVICE = dict.fromkeys(
@@ -118,10 +118,7 @@ class _LeaveError(SystemExit):
 
 def version() -> str:
     """The installed version of sorl."""
-    try:
-        return metadata.version("sorl")
-    except metadata.PackageNotFoundError:
-        return "unknown (sorl is not installed)"
+    return installed("sorl") or "unknown (sorl is not installed)"
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -234,17 +231,16 @@ def run_command(
     except UserError as error:
         say(program, str(error))
         return refused
-    except BrokenPipeError:  # the reader of the pipe has closed it, as `head` does
-        _drop_output()
-        return 0
     except KeyboardInterrupt:
         say(program, interrupted, before="\n")
         return INTERRUPTED
     except _LeaveError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, BrokenPipeError) and drop_output():
+            return UNREAD
         if isinstance(error, OSError) and (message := about_os_error(error)) is not None:
-            _drop_output()
+            drop_output()
             say(program, message)
             return refused
         if (lines := user_traceback(error)) is not None:
@@ -283,14 +279,20 @@ def about_os_error(error: OSError) -> str | None:
     return f"{where}{(error.strerror or str(error)).lower()}: {advice}"
 
 
-def _drop_output() -> None:
-    """Discard what is still buffered for standard output, since writing it would fail again when Python ends."""
-    try:
+def drop_output() -> bool:
+    """Discard what standard output cannot take, now and from here on, as writing it would fail again, at the latest
+    when Python ends. True if there was a reason: a full disk, or a reader who has left, as `head` does."""
+    no_file = contextlib.suppress(OSError, ValueError, AttributeError)  # standard output, in a test
+    with no_file:
         sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):
-        # In a test, standard output may be no file of the system.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        pipe = select.poll()  # without a buffer the flush has nothing to write
+        pipe.register(sys.stdout.fileno(), 0)
+        if not pipe.poll(0):
+            return False
+    with no_file:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 # Ctrl-C and SIGTERM while an event loop runs. A signal handler that raises inside asyncio's own code can lose a

@@ -70,6 +70,8 @@ def _read(prompt: str) -> str | None:
     except EOFError:
         print()
         return None
+    except UnicodeDecodeError as error:
+        raise UserError(f"the input is not {error.encoding} text ({error.reason}): correct it") from error
     if not sys.stdin.isatty():
         print(line)
     return line

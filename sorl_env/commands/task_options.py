@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from sorl_env.envs.text_env import TextEnv, open_env
@@ -11,6 +12,8 @@ from sorl_env.task.task import ToolSettings
 from sorl_env.text import read_json
 
 _ARGUMENT = "task_args."
+# as YAML has them
+_WORDS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
 
 
 def add_task_options(parser: argparse.ArgumentParser, *, many_splits: bool = False) -> None:
@@ -30,15 +33,16 @@ def add_task_options(parser: argparse.ArgumentParser, *, many_splits: bool = Fal
     add("--tools", nargs="+", default=[], metavar="TEXT", help=tools)
 
 
-def _task_args(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of the task: JSON values, or else texts."""
+def task_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the task: JSON values, ``False``, ``no`` and ``.5`` as YAML has them, or else texts."""
     found: dict[str, Any] = {}
     for name, text in vars(args).items():
         if name.startswith(_ARGUMENT) and name != f"{_ARGUMENT}KEY":
             try:
-                found[name.removeprefix(_ARGUMENT)] = read_json(text)
+                value = read_json(text)
             except ValueError:
-                found[name.removeprefix(_ARGUMENT)] = text
+                value = float(text) if re.fullmatch(r"-?\.\d+", text) else _WORDS.get(text.lower(), text)
+            found[name.removeprefix(_ARGUMENT)] = value
     return found
 
 
@@ -48,6 +52,6 @@ def open_named_task(args: argparse.Namespace, *splits: str, **settings: Any) -> 
     Raises:
         UserError: there is no such task or split, or the options do not fit it.
     """
-    task = load_task(args.task, **_task_args(args))
+    task = load_task(args.task, **task_args(args))
     tools = ToolSettings(args.corpus, args.search_url, tools=tuple(args.tools), **settings)
     return [open_env(task, data=args.data, split=split, tool_settings=tools) for split in splits]

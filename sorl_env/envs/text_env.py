@@ -42,8 +42,8 @@ class TextEnv(Protocol):
     async def areset(self, index: int, seed: int) -> str:
         """Start an episode on example ``index``; returns the prompt. Raises ``ToolUnavailableError`` if it cannot."""
 
-    async def astep(self, action: str) -> TurnInfo:
-        """One turn of the policy."""
+    async def astep(self, action: str, cut: bool = False) -> TurnInfo:
+        """One turn of the policy; ``cut`` if the token limit ended it, and not the policy."""
 
     async def atruncate(self, reason: StopReason, error: str | None = None) -> TurnInfo:
         """End the running episode from outside. The result replaces that of the last turn."""

@@ -24,7 +24,7 @@ from sorl_env.tool.tool import ToolCall, ToolLike, ToolOutcome, ToolRequest, Too
 from sorl_env.tool.toolbox import Toolbox
 from sorl_env.trajectory.trajectory import StopReason
 from sorl_env.turns.format import FormatName, TurnFormat, find_format
-from sorl_env.turns.tags import ParsedTurn
+from sorl_env.turns.tags import FormatError, ParsedTurn
 
 logger = logging.getLogger(__name__)
 
@@ -180,8 +180,9 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """As ``step``, with a typed result."""
         return self.finish_turn([self._toolbox.call(request) for request in self.begin_turn(action)])
 
-    def begin_turn(self, action: str) -> list[ToolRequest]:
-        """Take the policy's turn; returns the tool requests (one or none) to serve before ``finish_turn``.
+    def begin_turn(self, action: str, cut: bool = False) -> list[ToolRequest]:
+        """Take the policy's turn; returns the tool requests (one or none) to serve before ``finish_turn``. If the token
+        limit ``cut`` it, a message without a call is not the answer, but malformed.
 
         Raises:
             ResetNeeded: no episode is running, or the last turn is not finished.
@@ -190,6 +191,8 @@ class ToolUseEnv(gymnasium.Env[str, str]):
             raise ResetNeeded(f"call {self._phase} first")
         action = valid_text(action)
         parsed = self.format.parse(action, self._toolbox, self.task.require_think)
+        if cut and parsed.kind == "answer" and self.format.name == "tool_calls":
+            parsed = ParsedTurn("invalid", "", None, "", FormatError.UNCLOSED, "the message was cut")
         self._turns.append(parsed)
         self._phase = _FINISH_TURN
         if parsed.tool is None or len(self._turns) >= self.limits.max_turns:
@@ -256,9 +259,11 @@ class ToolUseEnv(gymnasium.Env[str, str]):
         """As ``reset(seed=seed, options={"index": index})``; returns the prompt."""
         return self.reset(seed=seed, options={"index": index})[0]
 
-    async def astep(self, action: str) -> TurnInfo:
-        """As ``play_turn``, but waits for tools without blocking the event loop."""
-        calls = await asyncio.gather(*(self._toolbox.acall(request) for request in self.begin_turn(action)))
+    async def astep(self, action: str, cut: bool = False) -> TurnInfo:
+        """As ``play_turn``, but waits for tools without blocking the event loop. For ``cut`` see ``begin_turn``."""
+        calls = await asyncio.gather(
+            *(self._toolbox.acall(request) for request in self.begin_turn(action, cut))
+        )
         return self.finish_turn(calls)
 
     async def atruncate(self, reason: StopReason, error: str | None = None) -> TurnInfo:

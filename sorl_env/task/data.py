@@ -101,7 +101,10 @@ def _load_embedded(task: Task, split: str) -> ExampleSet:
 def _hash_examples(examples: Iterable[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
-        text = json.dumps(vars(example), sort_keys=True, ensure_ascii=False)
+        try:
+            text = json.dumps(vars(example), sort_keys=True, ensure_ascii=False)
+        except TypeError as error:
+            raise UserError(f"example {example.id!r}: its metadata must hold JSON values: {error}") from error
         digest.update(text.encode("utf-8", "surrogatepass"))  # an author's metadata may hold lone surrogates
         digest.update(b"\n")
     return digest.hexdigest()
@@ -185,7 +188,8 @@ def _load_hub(task: Task, reference: str, split: str) -> ExampleSet:
         raise UserError(f"{source}: the hub needs datasets: {install_command('train')}") from error
     try:
         rows = datasets.load_dataset(name, config or None, split=splits.get(split, split))
-    except (OSError, ValueError) as error:  # unreachable, unknown name, unknown configuration or split
+    # unreachable, unknown name, unknown configuration or split, damaged
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{source}, split {split!r}: {error}") from error
     return _parse_rows(task, enumerate(rows, start=1), source, split)
 
@@ -207,7 +211,7 @@ def _parse_rows(
             raise UserError(
                 f"{source}:{number}: no column {error} for task {task.name}; the row has {', '.join(row) or 'none'}"
             ) from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, IndexError) as error:
             raise UserError(f"{source}:{number}: not a row of task {task.name}: {error}") from error
         if not isinstance(example, Example):
             what = f"task {task.name}: its parse_row{place_of(task.parse_row)} returned {example!r}"

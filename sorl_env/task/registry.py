@@ -16,7 +16,7 @@ from typing import Any
 import gymnasium
 
 from sorl_env.errors import UserError, did_you_mean, install_command
-from sorl_env.task.import_file import FILE_PREFIX, import_code
+from sorl_env.task.import_file import FILE_PREFIX, import_code, user_traceback
 from sorl_env.task.task import Task
 
 ENTRY_POINT_GROUP = "sorl.tasks"
@@ -181,6 +181,12 @@ def _build(builder: Callable[..., Any], reference: str, knobs: Mapping[str, Any]
     if unknown := [knob for knob in knobs if knob not in signature.parameters]:
         hint = did_you_mean(unknown[0], signature.parameters)
         raise UserError(f"task {reference!r} has no knob {unknown[0]!r}. {hint}")
+    for knob, value in knobs.items():
+        usual, says = signature.parameters[knob].default, str(signature.parameters[knob].annotation)
+        # a signature may allow a text beside its number
+        if isinstance(usual, (int, float)) and isinstance(value, str) and "str" not in says:
+            kind = "true or false" if isinstance(usual, bool) else f"a number, such as {usual}"
+            raise UserError(f"task {reference!r}: {knob} should be {kind}, it is {value!r}")
     try:
         signature.bind(**knobs)
     except TypeError as error:
@@ -190,6 +196,11 @@ def _build(builder: Callable[..., Any], reference: str, knobs: Mapping[str, Any]
         built = builder(**knobs)
     except ValueError as error:  # a knob out of range
         raise UserError(f"task {reference!r}: {error}") from error
+    except TypeError as error:
+        if not knobs or user_traceback(error):
+            raise
+        given = ", ".join(f"{knob}={value!r}" for knob, value in knobs.items())
+        raise UserError(f"task {reference!r}: a value of {given} is of the wrong type: {error}") from error
     if not isinstance(built, Task):
         raise UserError(f"task {reference!r}: its function returned a {type(built).__name__}, not a Task")
     return built

@@ -32,10 +32,15 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     Supported hints: str, int, float, bool, list[X], dict, Literal[...] and Optional of these.
 
     Raises:
-        TypeError: a parameter has no hint, an unsupported one, or is variadic.
+        TypeError: a parameter has no hint, one that cannot be read or is not supported, or is variadic.
     """
     name = getattr(function, "__name__", repr(function))
-    hints = typing.get_type_hints(function)
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError as error:
+        raise TypeError(
+            f"tool {name}: a type hint cannot be read ({error}); import it outside of TYPE_CHECKING"
+        ) from error
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():

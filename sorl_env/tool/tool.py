@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from sorl_env.errors import UserError
 from sorl_env.text import valid_text
 from sorl_env.tool.schema import check_schema, schema_of
 
@@ -59,12 +61,17 @@ class ToolReply(NamedTuple):
         """Check what a tool returned, and make it valid text of at most ``max_chars``.
 
         Raises:
-            TypeError: it is neither a text nor a reply, which is a bug of the tool.
+            TypeError: it is neither a text nor a reply, or its hits are no number, which is a bug of the tool.
         """
         reply = cls(result) if isinstance(result, str) else result
         if not isinstance(reply, cls) or not isinstance(reply.text, str):
             inside = f" with {type(reply.text).__name__}" if isinstance(reply, cls) else ""
             raise TypeError(f"it returned {type(result).__name__}{inside}, expected str or ToolReply")
+        if type(reply.hits) not in (int, type(None)):  # a number of NumPy cannot be written as JSON
+            try:
+                reply = reply._replace(hits=operator.index(reply.hits))  # type: ignore[arg-type]
+            except TypeError:
+                raise TypeError(f"it returned hits={reply.hits!r}, which is not a whole number") from None
         if len(reply.text) > max_chars:
             reply = reply._replace(text=reply.text[:max_chars], cut_from=reply.cut_from or len(reply.text))
         text = valid_text(reply.text)
@@ -172,7 +179,7 @@ def begin_episode(tool: Tool, example: Any, seed: int, groups: dict[int, Mapping
             groups that are asked first are added to it.
 
     Raises:
-        TypeError: ``new_episode`` did not return another tool of the same name.
+        UserError: ``new_episode`` did not return another tool of the same name.
     """
     group: Any = getattr(tool, "group", None)
     if group is None:
@@ -182,7 +189,7 @@ def begin_episode(tool: Tool, example: Any, seed: int, groups: dict[int, Mapping
             groups[id(group)] = group.new_episode(example, seed)
         made = groups[id(group)].get(tool.name)
     if made is tool or getattr(made, "name", None) != tool.name or not keeps_state(made):
-        raise TypeError(f"tool {tool.name}: new_episode must return another tool of that name, not {made!r}")
+        raise UserError(f"tool {tool.name}: new_episode must return another tool of that name, not {made!r}")
     episode_tool: Tool = made
     return episode_tool
 

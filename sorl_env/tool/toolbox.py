@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sorl_env.errors import did_you_mean
+from sorl_env.errors import UserError, did_you_mean
 from sorl_env.outside import Threads, await_outside, call_outside
 from sorl_env.text import quoted, valid_text
 from sorl_env.tool.schema import read_arguments, takes_raw_text
@@ -93,16 +93,26 @@ class Toolbox:
         """A toolbox for one episode: stateful tools are the episode's own, the others are the same objects.
 
         Raises:
-            TypeError: a tool's ``new_episode`` did not return a tool of that name.
+            UserError: a tool's ``new_episode`` did not return a tool of that name.
+            ToolUnavailableError: it raised another error.
         """
         box = copy.copy(self)
         groups: dict[int, Mapping[str, Tool]] = {}
-        box.tools = tuple(
-            call_outside(begin_episode, tool, example, seed, groups) if keeps_state(tool) else tool
-            for tool in self.tools
-        )
-        own = (tool for tool in box.tools if keeps_state(tool))
-        box._bound = self._bound | {tool.name: _bind(tool, self._bound[tool.name].threads) for tool in own}
+        own: dict[str, Tool] = {}
+        try:
+            for tool in self.tools:
+                if keeps_state(tool):
+                    own[tool.name] = call_outside(begin_episode, tool, example, seed, groups)
+        except Exception as error:
+            box.tools = tuple(own.values())
+            box.close()
+            if isinstance(error, (UserError, ToolUnavailableError)):
+                raise
+            logger.exception("tool %s: new_episode raised", tool.name)
+            said = valid_text(f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS])
+            raise ToolUnavailableError(f"tool {tool.name} cannot begin an episode: {said}") from error
+        box.tools = tuple(own.get(tool.name, tool) for tool in self.tools)
+        box._bound = self._bound | {name: _bind(own[name], self._bound[name].threads) for name in own}
         return box
 
     def call(self, request: ToolRequest) -> ToolOutcome:

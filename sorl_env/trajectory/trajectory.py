@@ -243,7 +243,7 @@ def _decode(record: Mapping[str, Any], where: str) -> Trajectory:
         return Trajectory(**(dict(record) | arrays | converted))
     except KeyError as error:
         raise UserError(f"{where}: the field {error} is missing") from error
-    except (TypeError, ValueError, OverflowError) as error:  # such as an unknown field
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:  # such as an unknown field
         raise UserError(f"{where}: {error}") from error
 
 

@@ -39,6 +39,10 @@ _MARK = 'sorl"text'  # the quotation mark shows whether the template writes a te
 _ARGUMENT = "sorl argument"
 _CALL_ID = "sorlcall0"  # nine letters and digits, which Mistral's templates ask for
 _ALSO_ENDS = ("<|eom_id|>",)  # Llama's other end of a message
+_STRAY_ENDS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)  # models stop at them, too, and templates never end a message so
 _codecs: weakref.WeakKeyDictionary[Any, dict[str, ChatCodec]] = weakref.WeakKeyDictionary()
 
 
@@ -102,8 +106,12 @@ class ChatCodec:
         self._syntax = syntax
         self.format: TurnFormat = ToolCallFormat(syntax)
         self._answer_end, self._call_end = self._specials[answer_end], self._specials[call_end]
-        also = [self._specials[text] for text in _ALSO_ENDS if text in self._specials]
+        also, stray = (
+            [self._specials[text] for text in texts if text in self._specials]
+            for texts in (_ALSO_ENDS, _STRAY_ENDS)
+        )
         self.stop_ids = tuple(dict.fromkeys([self._answer_end, self._call_end, *also]))
+        self._ends = {*self.stop_ids, *stray, self._tokenizer.eos_token_id}
         self._prompts: dict[str | None, _Frame] = {}
 
     def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
@@ -114,10 +122,8 @@ class ChatCodec:
 
     def turn_text(self, ids: Sequence[int]) -> str:
         """The message without the token that ends it."""
-        ids = list(ids)
-        if ids and (ids[-1] in self.stop_ids or ids[-1] == self._tokenizer.eos_token_id):
-            del ids[-1]
-        return valid_text(self._tokenizer.decode(ids, skip_special_tokens=False)).strip()
+        message = ids[:-1] if ids and ids[-1] in self._ends else ids
+        return valid_text(self._tokenizer.decode(message, skip_special_tokens=False)).strip()
 
     def reply_ids(
         self, ids: Sequence[int], parsed: ParsedTurn | None, observation: str, max_tokens: int

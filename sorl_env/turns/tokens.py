@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from sorl_env.errors import UserError
 from sorl_env.text import valid_text
 from sorl_env.turns.format import TAGS, TurnFormat
 from sorl_env.turns.tags import ParsedTurn
@@ -128,6 +129,9 @@ class TagCodec:
         format: the format as text.
         stop: strings that end a turn.
         stop_ids: tokens that end a turn, beside the model's own.
+
+    Raises:
+        UserError: a tag that ends a turn is a special token, which the text of a turn leaves out.
     """
 
     format: TurnFormat = TAGS
@@ -141,6 +145,12 @@ class TagCodec:
         self._is_raw = is_raw  # the environment writes its own markup, so its replies are encoded as they are
         self._tools = tuple(end.strip("</>") for end in stop if end.startswith("</"))
         self._use_chat_template = use_chat_template
+        marks = {mark for end in stop for mark in (end, end.replace("</", "<"))}
+        if hidden := sorted(marks & control_tokens(tokenizer).special_ids.keys()):
+            raise UserError(
+                f"the tokenizer has {', '.join(hidden)} as special tokens, which a turn's text leaves out: add them "
+                "with special_tokens=False"
+            )
 
     def prompt_ids(self, prompt: str, system_prompt: str | None) -> list[int]:
         """The first context, up to where the policy's first turn begins."""

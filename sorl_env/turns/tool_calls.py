@@ -200,7 +200,7 @@ def _argument(call: Call, tools: Sequence[Tool]) -> str:
 
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
     """A value that was written as text, in the type that its schema asks for, if it can be read as that."""
-    if not isinstance(value, _Text) or schema.get("type") == "string" or "enum" in schema:
+    if not isinstance(value, _Text) or (schema and find_problem(str(value), schema) is None):
         return value
     try:
         return read_json(value)

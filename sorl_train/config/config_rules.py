@@ -78,6 +78,13 @@ def _batch_problems(
             f"algo {algo} has {algorithm.advantage} advantages, with loss.group_level={loss.group_level}"
             ": use an algorithm with group advantages, such as so_grpo, and loss.group_level=trajectory, or 0"
         )
+    if loss.kl_in == "alone" and not loss.kl_coef:
+        yield "loss.kl_in=alone with loss.kl_coef 0 leaves nothing to learn: give loss.kl_coef, or another loss.kl_in"
+    if rollout.dynamic_sampling and loss.kl_in == "alone":
+        yield (
+            f"rollout.dynamic_sampling {rollout.dynamic_sampling} replaces groups of equal rewards, from which nothing "
+            "is learned with loss.kl_in=alone: leave it out"
+        )
     sizes = {"rollout.group_size": rollout.group_size, "update.mini_batch_size": update.mini_batch_size}
     for name, size in sizes.items():
         if rollout.batch_size % size:

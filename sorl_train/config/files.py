@@ -188,7 +188,7 @@ def nest(dotted: Mapping[str, Any]) -> dict[str, Any]:
     """Turn ``{"optim.lr": 1}`` into ``{"optim": {"lr": 1}}``."""
     nested: dict[str, Any] = {}
     for name, value in dotted.items():
-        *parents, leaf = name.split(".")
+        *parents, leaf = str(name).split(".")  # a file may have a number
         level = nested
         for parent in parents:
             level = level.setdefault(parent, {})

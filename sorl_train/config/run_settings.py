@@ -83,7 +83,7 @@ LOCAL = needs("engine", "local")
 
 
 FILTERED_STOPS = ("max_tokens", "max_turns", "max_seconds", "invalid")  # what ``overlong.exclude`` may name
-_DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,3})?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 def _names(text: str) -> frozenset[str]:
@@ -102,7 +102,7 @@ def _check_stops(text: str) -> str:
 def check_device(name: str) -> str:
     """The name of a possible device; whether it exists, torch says on first use. Raises ``UserError``."""
     if not _DEVICE.fullmatch(name):
-        raise UserError(f"device {name!r} is unknown: use auto, cpu, cuda, cuda:1 or mps")
+        raise UserError(f"device {name!r} is unknown: use auto, cpu, cuda or cuda:1")
     return name
 
 
@@ -112,7 +112,7 @@ class LoraConfig:
 
     rank: Annotated[NonNegativeInt, Le(65536), LocalOnly((0,), ": use 0")] = 0
     """Rank of the adapters; 0: no adapters, all weights are trained."""
-    alpha: PositiveInt = 32
+    alpha: Annotated[PositiveInt, needs("lora.rank")] = 32
     """Scale of the adapters: they are multiplied by alpha / rank."""
 
 
@@ -236,7 +236,7 @@ class HardwareConfig:
     ] = "auto"
     """Precision of forward passes; weights stay in float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     device: Annotated[str, AfterValidator(check_device)] = "auto"
-    """auto (the first GPU if there is one), cpu, mps, cuda, cuda:1."""
+    """auto (the first GPU if there is one), cpu, cuda, cuda:1."""
     gradient_checkpointing: Bool = False
     """Save memory by computing activations again in the backward pass. Paper: on."""
     threads: Annotated[NonNegativeInt, Le(1024), LOCAL, RESUMABLE] = 0

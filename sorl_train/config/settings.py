@@ -249,7 +249,7 @@ class UpdateConfig:
     skip_without_signal: Bool = False
     """Take no optimizer step when all advantages of a mini-batch are 0; Adam would move on from its momentum alone."""
     target_kl: PositiveFloat | None = None
-    """Take no more actor steps on a batch at this mean token KL to the weights that began it; None: off."""
+    """Take one more actor step on a batch at this mean token KL to the weights that began it, then none; None: off."""
     trust_kl: Annotated[PositiveFloat | None, STEPS] = None
     """Trust region: limit of a batch's token KL. It is the mean since the batch began; weights beyond it are moved
     back, and later steps are smaller (0.01 is a good limit). None: off."""

@@ -87,7 +87,7 @@ def scores(answer: str | None, golds: Sequence[str], options: Mapping[str, str] 
     ``f1`` and ``subem`` are SQuAD's scores, the best over the gold answers. A question with options has ``choice``, the
     reward of training: 1 for the right option (`multiple_choice`), whose letter is the gold answer."""
     if options:
-        return {"choice": 0.0 if answer is None else multiple_choice(answer, golds[0], options)}
+        return {"choice": multiple_choice(answer, golds[0], options) if golds and answer is not None else 0.0}
     rules = {"em": exact_match, "f1": f1, "subem": substring_match}
     return {name: 0.0 if answer is None else rule(answer, golds) for name, rule in rules.items()}
 

@@ -17,7 +17,7 @@ from typing import Any
 from sorl_env.commands.command import Parser, number, seed, whole
 from sorl_env.envs.text_env import TextEnv, open_env, require_tool_env
 from sorl_env.envs.tool_use import ToolUseEnv
-from sorl_env.errors import UserError, did_you_mean
+from sorl_env.errors import UserError, did_you_mean, http_address
 from sorl_env.rollout import RolloutSettings
 from sorl_env.task.registry import load_task, task_names
 from sorl_train.config.files import value_from_text, with_overrides
@@ -75,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="FOLDER", help=tokenizer)
     timeout = number(above=0, high=86400)
     about = "seconds for a turn with its retries (default: 600)"
-    add("--timeout_s", type=timeout, default=600.0, metavar="S", help=about)
+    add("--timeout_s", type=timeout, metavar="S", help=about)
     add = parser.add_argument_group("sampling").add_argument
     greedy = "0 is greedy (default: 0; 1 with --samples)"
     add("--sampler.temperature", dest="temperature", type=number(0, 100), metavar="T", help=greedy)
@@ -97,13 +97,17 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 def find_source(args: argparse.Namespace, model: str | None) -> PolicySource | None:
     """The local policy that the options name, or None for a served one. Raises ``UserError`` if the options name
-    neither a local nor a served policy, or both."""
+    neither a local nor a served policy, or both, or for a local one what only a served one has."""
     if args.endpoint and model:
         raise UserError(f"both a model ({model}) and --endpoint {args.endpoint}: give one of them")
     if args.endpoint:
         if not args.model_name:
             raise UserError("--endpoint needs --model_name, the model's name on that server")
+        http_address(args.endpoint, "--endpoint", "http://127.0.0.1:8000/v1")
         return None
+    for name in ("model_name", "tokenizer", "timeout_s"):
+        if (value := getattr(args, name)) is not None:
+            raise UserError(f"--{name} {value} is for a served model: give --endpoint URL, or leave it out")
     if not model:
         raise UserError(
             "give a model folder, a checkpoint, a run folder, or --endpoint URL --model_name NAME"
@@ -169,7 +173,7 @@ def _served_policy(args: argparse.Namespace, settings: RolloutSettings) -> Polic
         args.model_name,
         tokenizer,
         concurrency=args.concurrency,
-        timeout_s=args.timeout_s,
+        timeout_s=args.timeout_s or 600.0,
         api_key=os.environ.get(API_KEY),
     )
     return Policy(served, tokenizer, served.session, settings)
@@ -197,7 +201,8 @@ def make_envs(
         corpus, url = corpora.get(reference), urls.get(reference)
         # one replaces the other
         search = {"search.corpus": corpus, "search.url": url} if corpus or url else {}
-        settings = with_overrides(own, {**overrides, **search})
+        cache = {"search.cache": None} if corpus else {}  # it keeps what servers reply
+        settings = with_overrides(own, {**cache, **overrides, **search})
         task = load_task(reference, **{**own.task_args, **knobs[reference]})
         env = open_env(
             task,
@@ -247,6 +252,8 @@ def _by_task(values: Sequence[str], references: Sequence[str], option: str) -> d
             )
         else:
             raise UserError(f"--{option} {value}: with several of them write {references[0]}={value}")
+    if len(found) < len(values):
+        raise UserError(f"--{option} {' '.join(values)}: several of them are for one task: give it only one")
     return found
 
 

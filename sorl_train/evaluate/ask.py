@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -33,6 +34,7 @@ ABOUT = "Ask a policy one question, and show its turns."
 _COLOUR = re.compile(r"\033\[\d+m")
 _BLUE, _CYAN, _GRAY, _RED, _BOLD, _RESET = (f"\033[{code}m" for code in (34, 36, 90, 31, 1, 0))
 _RULE = "-" * 80
+_HARMLESS = dict.fromkeys((0x1B, 0x9B), "\N{SYMBOL FOR ESCAPE}")  # no text from outside controls the terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,8 +73,9 @@ def _ask(args: argparse.Namespace) -> int:
     finally:
         env.close()
     shown = render(env, example, trajectory)
-    print(shown if sys.stdout.isatty() else _COLOUR.sub("", shown))
-    print(_ending(trajectory, example))
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    print(_COLOUR.sub("", shown) if plain else shown)
+    print(_ending(trajectory, example).translate(_HARMLESS))
     return 0 if trajectory.stop_reason.value == "answer" else 1
 
 
@@ -111,16 +114,16 @@ def render(env: ToolUseEnv, example: Example, trajectory: Trajectory) -> str:
 def render_dialogue(example: Example, dialogue: Iterable[tuple[str, str]], tools: Collection[str]) -> str:
     """The question, the options, then each turn with the environment's reply, with tags in the table's colours.
     ``dialogue`` has pairs of a turn and the observation after it, which is empty after the last one."""
-    lines = [_RULE, f"{_BOLD}Question:{_RESET} {example.question}"]
+    lines = [_RULE, f"{_BOLD}Question:{_RESET} {example.question.translate(_HARMLESS)}"]
     if example.options:
         lines += ["", f"{_BOLD}Options:{_RESET}"]
-        lines += [f"{letter}: {text}" for letter, text in example.options.items()]
+        lines += [f"{letter}: {text.translate(_HARMLESS)}" for letter, text in example.options.items()]
     lines.append(_RULE)
     colours = {"think": _BLUE, "information": _GRAY, "answer": _RED, **dict.fromkeys(tools, _CYAN)}
     tag = re.compile(rf"</?({'|'.join(map(re.escape, colours))})>")
     for action, observation in dialogue:
         for text in filter(None, (action.strip(), observation.strip())):
-            text = text.replace("\033", "\N{SYMBOL FOR ESCAPE}")  # a policy must not control it
+            text = text.translate(_HARMLESS)
             lines += [tag.sub(lambda match: f"{colours[match[1]]}{match[0]}{_RESET}", text), ""]
         lines[-1] = _RULE
     return "\n".join(lines)

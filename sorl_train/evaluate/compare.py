@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sorl_env.commands.command import Parser, add_json_option, print_json
+from sorl_env.commands.command import Parser, add_json_option, print_json, say
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import markdown_table
 from sorl_train.evaluate.intervals import SIGNIFICANT, Paired, paired
@@ -19,7 +19,7 @@ from sorl_train.evaluate.summary import by_task_and_mode
 
 ABOUT = "Compare two evaluations over the questions that both have, and list the questions gained and lost."
 SHOWN = 5  # of the questions gained, and of those lost
-Question = tuple[str, int]  # id, and a number that tells questions with the same id apart
+Question = tuple[str, str, int]  # id, text, and a number that tells apart what has the same id and text
 Answers = dict[Question, list[EvalResult]]
 Groups = dict[tuple[str, str], Answers]  # the answers to each question, by task and mode
 
@@ -81,18 +81,22 @@ def _read_side(text: str) -> tuple[str, Groups, str | None]:
     folder, colon, mode = text.rpartition(":")
     if not colon or mode not in MODES:
         folder, mode = text, ""
-    settings, results = read_folder(Path(folder).expanduser())
+    settings, results = read_folder(path := Path(folder).expanduser())
+    if not (path / "summary.json").is_file():
+        why = "questions with short dialogues come first, which is a bias: finish it with the command that began it"
+        say("sorl-eval", f"{folder} holds an unfinished evaluation, in which {why}")
     groups = {name: _answers(group) for name, group in by_task_and_mode(results).items()}
     return str(settings["label"]), groups, mode or None
 
 
 def _answers(results: Sequence[EvalResult]) -> Answers:
-    """Results by question. Ids identify questions across folders; questions with the same id are numbered in order."""
+    """Results by question. Id and text identify a question across folders, because ids of generated questions are
+    places in a list, which another seed fills with other ones. Questions that share both are numbered in order."""
     names: dict[int, Question] = {}
-    seen: Counter[str] = Counter()
-    for index, example_id in sorted({(result.index, result.example_id) for result in results}):
-        names[index] = (example_id, seen[example_id])
-        seen[example_id] += 1
+    seen: Counter[tuple[str, str]] = Counter()
+    for index, example_id, text in sorted({(r.index, r.example_id, r.question) for r in results}):
+        names[index] = (example_id, text, seen[example_id, text])
+        seen[example_id, text] += 1
     found: Answers = {}
     for result in results:
         if not result.excluded:
@@ -112,7 +116,7 @@ def _compare(
     changes = list(zip(shared, first, second, strict=True))
 
     def texts(sign: int) -> tuple[tuple[str, str], ...]:
-        return tuple((q[0], before[q][0].question) for q, x, y in changes if sign * (y - x) > 0)
+        return tuple((name, text) for (name, text, _), x, y in changes if sign * (y - x) > 0)
 
     return [Comparison(task, mode_a, mode_b, name, paired(first, second), texts(1), texts(-1))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ def find_policy(model: str) -> PolicySource:
     path = Path(model).expanduser()
     if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
         return _of_checkpoint(_best(path), path)
+    # a relative path has no parents above the folder of the command; resolve() would leave a run through a link
+    path = Path(os.path.abspath(path))  # noqa: PTH100
     if (path / "policy" / "config.json").is_file():
         return _of_checkpoint(path, path.parent.parent)
     if (path / "config.json").is_file():

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from sorl_env.trajectory import StopReason, Trajectory, Turn
 from sorl_train.evaluate.answers import read_answer, scores
 from sorl_train.rollout.metrics import holds_answer
 from sorl_train.run.files import LOCK, append_line, atomic_write
+from sorl_train.run.folder import differences
 from sorl_train.run.manifest import environment_facts
 
 Key = tuple[str, str, int, int]  # task, mode, index of the question in the data, sample
@@ -227,9 +228,11 @@ class EvalResultsFile:
         self.folder = folder
         self.path = folder / "results.jsonl"
         self._settings = json.loads(json.dumps(settings))
-        self._is_new = not (folder / "settings.json").is_file()
-        if not self._is_new:
-            self._check(_read_settings(folder / "settings.json"))
+        # those in the folder; ours are written with a result, so that a refused evaluation does not bind the folder
+        self._saved: Mapping[str, Any] | None = None
+        if (folder / "settings.json").is_file():
+            self._saved = _read_settings(folder / "settings.json")
+            self._check(self._saved)
         elif folder.exists() and {path.name for path in folder.iterdir()} - {LOCK, "manifest.json"}:
             raise UserError(f"{folder} holds no evaluation of ours; give another folder with --out")
         # those of a tool's outage are tried again
@@ -239,36 +242,37 @@ class EvalResultsFile:
             self._write(list(self.results))  # without an incomplete last line
 
     def _check(self, old: Mapping[str, Any]) -> None:
-        changed = list(_differences(_grown(old, self._settings), self._settings))
+        changed = list(differences(_grown(old, self._settings), self._settings, was="there"))
         if changed:
             lines = "\n".join(f"  {line}" for line in changed)
             raise UserError(
                 f"{self.folder} holds an evaluation with other settings:\n{lines}\nGive another folder with --out. "
                 "(The same one can grow: more questions, modes, samples or tasks beside those it has.)"
             )
-        if old != self._settings:
-            self._write_settings()
 
     def add(self, result: EvalResult) -> None:
         """Append a result immediately."""
-        if self._is_new:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.folder / "manifest.json", json.dumps(environment_facts(), indent=2) + "\n")
-            self._write_settings()
-            self._is_new = False
+        self._save_settings()
         append_line(self.path, _line(result))
         self.results[result.key] = result
 
     def finish(self, jobs: Sequence[Job]) -> list[EvalResult]:
         """Write the file in the order of the questions, and return the results."""
+        self._save_settings()
         self._write([job.key for job in jobs])
         return [self.results[job.key] for job in jobs]
 
     def _write(self, keys: Sequence[Key]) -> None:
         atomic_write(self.path, "".join(_line(self.results[key]) for key in keys))
 
-    def _write_settings(self) -> None:
-        atomic_write(self.folder / "settings.json", json.dumps(self._settings, indent=2) + "\n")
+    def _save_settings(self) -> None:
+        if self._saved is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.folder / "manifest.json", json.dumps(environment_facts(), indent=2) + "\n")
+        if self._saved != self._settings:
+            (self.folder / "summary.json").unlink(missing_ok=True)  # it marks a finished evaluation
+            atomic_write(self.folder / "settings.json", json.dumps(self._settings, indent=2) + "\n")
+            self._saved = self._settings
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[EvalResult]]:
@@ -321,18 +325,6 @@ def _grown(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     if wider["tasks"]:
         grown["tasks"] = {name: old["tasks"].get(name, facts) for name, facts in new["tasks"].items()}
     return grown
-
-
-def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in {**old, **new}:
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-    elif isinstance(old, dict) and new is None:
-        yield f"{name}: there, not now"
-    elif isinstance(new, dict) and old is None:
-        yield f"{name}: not there, now"
-    elif old != new:
-        yield f"{name}: {old!r} there, {new!r} now"
 
 
 def _line(result: EvalResult) -> str:

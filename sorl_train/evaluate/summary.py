@@ -42,9 +42,12 @@ def _entry(task: str, mode: str, rows: Sequence[EvalResult]) -> dict[str, Any]:
     for row in counted:
         questions.setdefault(row.index, []).append(row)
     groups = list(questions.values())
-    names = list(rows[0].scores)
+    names = list(dict.fromkeys(name for row in rows for name in row.scores))
+    # questions with options have other scores than open ones
+    scored = {name: [group for group in groups if name in group[0].scores] for name in names}
     metrics = {
-        name: _interval([fmean(row.scores[name] for row in group) for group in groups]) for name in names
+        name: _interval([fmean(row.scores[name] for row in group) for group in those])
+        for name, those in scored.items()
     }
     if mode == "agent":
         metrics["reward"] = _interval([fmean(row.reward or 0.0 for row in group) for group in groups])
@@ -58,7 +61,7 @@ def _entry(task: str, mode: str, rows: Sequence[EvalResult]) -> dict[str, Any]:
         "samples": max((len(group) for group in groups), default=0),
         "excluded": len(rows) - len(counted),
         "metrics": metrics,
-        "pass_at_k": _pass_at_k(groups, names[0]),
+        "pass_at_k": _pass_at_k(scored[names[0]], names[0]),
         "answered": _mean([row.answer is not None for row in counted]),
         "valid_turn_rate": sum(row.valid_turns for row in counted) / turns if turns else None,
         "turns": _mean([len(row.turns) for row in counted]),

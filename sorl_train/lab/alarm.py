@@ -82,18 +82,22 @@ def _read_run(path: Path, cell: str) -> Recorded:
         raise UserError(f"{path} is not a run folder: it has no {run_dir.metrics.name}")
     lines = list(read_jsonl(run_dir.metrics))
     for number, line in enumerate(lines, start=1):
-        values = (value for name, value in line.items() if name.startswith(("loss/", "rollout/", SUCCESS)))
-        if type(line.get("step")) is not int or not all(isinstance(v, int | float | None) for v in values):
+        if not _are_metrics(line):
             raise UserError(
                 f"{run_dir.metrics}, line {number}: these are not the metrics of a step; give the folder of another run"
             )
     return Recorded(path.parent.parent.name, cell, read_resolved(run_dir.config, check=False).seed, lines)
 
 
+def _are_metrics(line: Mapping[str, Any]) -> bool:
+    values = (value for name, value in line.items() if name.startswith(("loss/", "rollout/", SUCCESS)))
+    return type(line.get("step")) is int and all(isinstance(value, int | float | None) for value in values)
+
+
 def _read_records(path: Path) -> list[Recorded]:
     """One JSON object a line: which run it is, and for each metric the list of its values over the steps."""
     runs = []
-    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, text in enumerate(path.read_bytes().splitlines() or [b""], start=1):  # an empty file is none
         try:
             run = read_json(text)
             names = ["step", *(name for name in run if "/" in name)]  # the metrics
@@ -102,6 +106,8 @@ def _read_records(path: Path) -> list[Recorded]:
                 {k: None if v == NOT_FINITE else v for k, v in zip(names, row, strict=True) if v is not None}
                 for row in rows
             ]
+            if not all(map(_are_metrics, lines)):
+                raise ValueError("a figure is not a number")
             runs.append(Recorded(run["study"], run["cell"], run["seed"], lines))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(

@@ -106,10 +106,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _conclude(study: Study, folder: Path, failed: Sequence[StudyRun], table: str) -> int:
     """Print the table, make the page of all runs, and name the runs that are missing; the exit status."""
-    if table:
-        print(f"{table}\n\nall runs on one page: {write_report([folder], folder / 'report.html')}")
-    else:
-        print("no run has finished yet")
+    print(table or "no run has finished yet")
+    if table and any(folder.glob("runs/*/config.yaml")):  # to save space, they may be gone
+        print(f"\nall runs on one page: {write_report([folder], folder / 'report.html')}")
     for run in study.runs:
         if run in failed:
             log = folder / "logs" / f"{run.id}.log"

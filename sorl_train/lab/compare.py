@@ -17,8 +17,8 @@ import numpy as np
 
 from sorl_env.errors import UserError
 from sorl_env.text import markdown_table
-from sorl_train.lab.study import Study, StudyRun
-from sorl_train.run.folder import NON_FINITE, RunDir
+from sorl_train.lab.study import Study, StudyRun, with_range
+from sorl_train.run.folder import NON_FINITE
 from sorl_train.run.stability import COLLAPSED, step_seconds, success_curve
 
 RATE = "optim.lr"
@@ -81,7 +81,7 @@ def with_lost(study: Study, results: Sequence[Mapping[str, Any]], folder: Path) 
         path = folder / "runs" / run.id
         if run.id in finished or not any(path.glob(NON_FINITE.format("*"))):
             continue
-        curve = success_curve(path) if RunDir(path).metrics.is_file() else []
+        curve = success_curve(path)
         peak = max((success for _, success in curve), default=1.0)
         figures = {"final": 0.0, "peak": peak or 1.0, "kept_mean": 0.0}
         found.append({**run.facts, **figures, "curve": curve, "lost": True})
@@ -138,6 +138,5 @@ def _final(runs: Sequence[Mapping[str, Any]]) -> float:
 
 
 def mean_and_range(values: Sequence[float]) -> str:
-    """The mean and, of several values, the lowest and highest: a bootstrap of so few could not say more."""
-    spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
-    return f"{np.mean(values):.2f}{spread}"
+    """The mean ``with_range``."""
+    return with_range(np.mean, values, ".2f", " to ")

@@ -19,13 +19,14 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sorl_env.commands.command import say
 from sorl_env.errors import UserError, did_you_mean
 from sorl_env.text import markdown_table
 from sorl_train.config.files import (
@@ -39,7 +40,8 @@ from sorl_train.config.files import (
     parse_yaml,
 )
 from sorl_train.config.settings import TrainConfig
-from sorl_train.run.files import atomic_write
+from sorl_train.report.groups import setting_text
+from sorl_train.run.files import atomic_write, read_jsonl
 from sorl_train.run.folder import RunDir
 from sorl_train.run.stability import infinite_if_none, measure, success_curve
 
@@ -58,7 +60,7 @@ class StudyRun:
     @property
     def cell(self) -> str:
         """Arm and point as text; runs that differ in the seed alone share it."""
-        return ", ".join([self.arm, *(f"{name}={_setting_text(value)}" for name, value in self.point)])
+        return ", ".join([self.arm, *(f"{name}={setting_text(value)}" for name, value in self.point)])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -96,23 +98,25 @@ def load_study(name_or_path: str) -> Study:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: it is not UTF-8 text ({error}); a study is a YAML file") from error
     if not isinstance(content, dict) or set(content) - set(KEYS):
-        unknown = sorted(set(content) - set(KEYS)) if isinstance(content, dict) else content
+        unknown = [key for key in content if key not in KEYS] if isinstance(content, dict) else content
         raise UserError(f"{path}: a study has the keys {', '.join(KEYS)}, not {unknown}")
     study = {name: value for name, value in content.items() if value is not None}
     _check_form(path, study)
     arms, named = study.get("arms", {"default": None}), study.get("axes", {})
     axes = {
-        axis: {value: values[value] or {} if isinstance(values, dict) else {axis: value} for value in values}
+        axis: [
+            (value, values[value] or {} if isinstance(values, dict) else {axis: value}) for value in values
+        ]
         for axis, values in named.items()
     }
     base = find_config(study.get("base", "quickstart"), beside=path.parent)
     runs: dict[str, StudyRun] = {}
     for seed, (arm, settings) in itertools.product(study.get("seeds", [0]), arms.items()):
         for values in itertools.product(*axes.values()):
-            point = tuple(zip(axes, values, strict=True))
+            point = tuple((axis, value) for axis, (value, _) in zip(axes, values, strict=True))
             own = dict(settings or {})
-            for axis, value in point:
-                own |= axes[axis][value]
+            for _, chosen in values:
+                own |= chosen
             # axes are for all arms, and may switch on what an arm sets: then not every run has to read all of it
             strict = {name: value for name, value in own.items() if not axes or name == "algo"}
             try:
@@ -159,9 +163,10 @@ def _check_form(path: Path, study: Mapping[str, Any]) -> None:
         *(set(s or {}) for v in named.values() for s in v.values())
     )
     for name, settings in study.get("arms", {}).items():
-        check("/" not in str(name), f"arm {name!r}", "a name without '/': it names the folders of its runs")
+        form = "a text without '/' (on, off and numbers in quotes): it names the folders of its runs"
+        check(isinstance(name, str) and "/" not in name, f"arm {name!r}", form)
         check(isinstance(settings or {}, dict), f"arm {name}: {settings}", _FORMS["settings"][1])
-        both = ", ".join(sorted(set_by_axes & (settings or {}).keys()))
+        both = ", ".join(sorted(map(str, set_by_axes & (settings or {}).keys())))
         check(not both, f"arm {name} sets {both}", "the setting in the arms or in the axes, not in both")
     for place in (study.get("settings", {}), set_by_axes, *study.get("arms", {}).values()):
         check("seed" not in (place or {}), "seed", "the seeds in the key seeds: [0, 1, 2]")
@@ -187,7 +192,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         cells.setdefault(result["cell"], []).append(result)
     rows = []
     for cell, runs in cells.items():
-        medians = [_spread([infinite_if_none(run[name]) for run in runs], form) for name, _, form in _MEDIANS]
+        found = [([infinite_if_none(run[name]) for run in runs], form) for name, _, form in _MEDIANS]
+        medians = [with_range(np.median, values, form) for values, form in found]
         known = [run["learned"] for run in runs if run["learned"] is not None]
         steps = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
         at = f", median step {np.median(steps):g}" if steps else ""
@@ -204,29 +210,34 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(heads, rows)
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    """The median and, of several values, the lowest and highest: a bootstrap of so few could not say more."""
-    spread = f" ({min(values):{form}}-{max(values):{form}})" if len(values) > 1 else ""
-    return f"{np.median(values):{form}}{spread}"
+def with_range(middle: Callable[..., Any], values: Sequence[float], form: str, to: str = "-") -> str:
+    """The median or mean and, of several values, the lowest and highest: a bootstrap of so few could not say more."""
+    spread = f" ({min(values):{form}}{to}{max(values):{form}})" if len(values) > 1 else ""
+    return f"{middle(values):{form}}{spread}"
 
 
 def write_results(study: Study, folder: Path) -> list[dict[str, Any]]:
-    """Write ``results.jsonl`` with a line for each finished run, and return its contents.
+    """Write ``results.jsonl`` with a line for each finished run, and return those of the study.
 
     They are which run it was, its figures, and the success of its evaluations. A figure is None where there is none, or
-    where it was not finite.
+    where it was not finite. A run that cannot be measured is left out, and named. Lines that are not written anew stay,
+    such as those whose run folder is gone.
     """
+    path = folder / "results.jsonl"
+    written = {line["id"]: line for line in read_jsonl(path)}
     results = []
     for run in study.runs:
         run_dir = folder / "runs" / run.id
         if RunDir(run_dir).summary.is_file():
-            figures = {
-                name: value if math.isfinite(value) else None for name, value in measure(run_dir).items()
-            }
+            try:
+                measured = measure(run_dir)
+            except UserError as error:
+                say("sorl-lab", f"{run.cell}, seed {run.seed} is not in the table: {error}")
+                continue
+            figures = {name: value if math.isfinite(value) else None for name, value in measured.items()}
             results.append(run.facts | figures | {"curve": success_curve(run_dir)})
-    atomic_write(folder / "results.jsonl", "".join(f"{json.dumps(line)}\n" for line in results))
+            written.pop(run.id, None)
+        elif run.id in written and not run_dir.is_dir():
+            results.append(written.pop(run.id))
+    atomic_write(path, "".join(f"{json.dumps(line)}\n" for line in [*results, *written.values()]))
     return results
-
-
-def _setting_text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)

@@ -10,7 +10,7 @@ from sorl_train.config.run_settings import CorrectionConfig
 from sorl_train.config.settings import LossConfig, TrainConfig
 from sorl_train.learner.batch import Batch
 from sorl_train.learner.dapo import drop_rows_without_loss
-from sorl_train.learner.diagnostics import quantiles
+from sorl_train.learner.diagnostics import TURNS, quantiles
 from sorl_train.learner.mismatch import turn_mismatch
 from sorl_train.losses.advantages import (
     TurnGroups,
@@ -162,7 +162,7 @@ def mismatch_metrics(log_probs: Tensor, batch: Batch) -> dict[str, float]:
         "rollout/mismatch_ratio_p01": low,
         "rollout/mismatch_ratio_p99": high,
     }
-    turns = batch.turn_ids[mask]
+    turns = batch.turn_ids[mask].clamp(max=TURNS - 1)
     for turn in range(int(turns.max()) + 1):
         metrics[f"rollout/mismatch_kl_turn{turn}"] = float(kl[turns == turn].mean())
     return metrics

@@ -223,22 +223,25 @@ _SCORES = ("old_log_probs", "ref_log_probs", "values")
 
 
 def save_waiting(folder: Path, waiting: Iterable[Collected]) -> None:
-    """Write the batches that wait, with their scores: the weights that computed these are gone after a resume."""
+    """Write the batches that wait, with their scores: the weights that computed these are gone after a resume. Which
+    trajectories they are of is written, too: limits may rise at a resume, and filters then choose others."""
     for number, item in enumerate(waiting):
         write_jsonl(folder / f"stale_{number}.jsonl", item.trajectories)
         if item.batch is not None:
+            place = {trajectory.id: i for i, trajectory in enumerate(item.trajectories)}
+            found = {"rows": torch.tensor([place[name] for name in item.batch.ids])}
             scores = ((name, getattr(item.batch, name)) for name in _SCORES)
-            found = {name: values for name, values in scores if values is not None}
+            found |= {name: values for name, values in scores if values is not None}
             save_file(found, folder / f"stale_{number}.safetensors")
 
 
-def load_waiting(folder: Path, usable: Callable[[list[Trajectory]], Batch | None]) -> list[Collected]:
-    """Inverse of ``save_waiting``; ``usable`` makes the tensors of those trajectories that are trained on."""
+def load_waiting(folder: Path, make_batch: Callable[[list[Trajectory]], Batch]) -> list[Collected]:
+    """Inverse of ``save_waiting``; ``make_batch`` makes the tensors of the trajectories that are trained on."""
     waiting: list[Collected] = []
     while (path := folder / f"stale_{len(waiting)}.jsonl").is_file():
-        trajectories = list(read_jsonl(path))
-        batch = usable(trajectories)
-        if batch is not None:
-            batch = batch.with_fields(**load_file(path.with_suffix(".safetensors")))
+        trajectories, batch = list(read_jsonl(path)), None
+        if (scored := path.with_suffix(".safetensors")).is_file():
+            found = load_file(scored)
+            batch = make_batch([trajectories[i] for i in found.pop("rows").tolist()]).with_fields(**found)
         waiting.append(Collected(trajectories, batch))
     return waiting

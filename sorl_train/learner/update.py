@@ -81,9 +81,7 @@ class PolicyUpdate:
     past_target_kl = False
 
     def __init__(self, backend: Backend, config: TrainConfig) -> None:
-        is_rl = config.stage == "rl"  # supervised fine-tuning has dropout, and no trust region
-        if is_rl:
-            disable_dropout(backend.model)
+        disable_dropout(backend.model)
         self.backend = backend
         self.config = config
         self.total_steps = config.update.steps * steps_of_batch(config.rollout.batch_size, config.update)
@@ -93,7 +91,7 @@ class PolicyUpdate:
         self.has_teacher = self.kl_coef > 0 and (
             config.loss.kl_model is not None or config.loss.kl_in == "alone"
         )
-        limit = config.update.trust_kl if is_rl else None
+        limit = config.update.trust_kl if config.stage == "rl" else None
         make = self.algorithm.trust or TrustRegion
         self.trust = None if limit is None else make(backend.weights, limit, config.update.trust_max_scale)
 
@@ -163,7 +161,7 @@ class PolicyUpdate:
         if self.trust is None or not len(sample):
             return
         self.backend.model.eval()
-        end = partial(self.trust.end, learned=means.any("signal_frac"))
+        end = partial(self.trust.end, learned=self.has_teacher or means.any("signal_frac"))
         kl = self._move_back(end, lambda: self._kl(sample))
         means.add(
             trust_kl=kl,

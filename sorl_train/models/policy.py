@@ -23,7 +23,7 @@ from sorl_train.models.attention import text_config
 from sorl_train.models.find_model import require_model
 from sorl_train.models.forward import pick_device
 
-LORA_FILE = "lora.safetensors"
+LORA_FILE = "lora/adapters.safetensors"  # in a folder of its own: vLLM reads all safetensors of the policy's
 # What transformers raises for a folder that is missing or damaged. RuntimeError includes RecursionError, which a
 # deeply nested config.json raises.
 LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError)
@@ -97,6 +97,7 @@ def save_policy(model: Any, tokenizer: Any, folder: Path) -> None:
     (_merged(model) if adapters else model).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if adapters:
+        (folder / LORA_FILE).parent.mkdir()
         save_file(adapters, folder / LORA_FILE)
 
 
@@ -225,6 +226,7 @@ def model_shape(folder: str, lora_rank: int = 0) -> ModelShape:
             backbone = transformers.AutoModel.from_config(config)
     except LOADING_ERRORS as error:
         raise UserError(loading_failed("model configuration", folder, error)) from error
+    config = config.get_text_config(decoder=True)  # of a model that also reads images
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = sum(p.numel() for p in policy.parameters())

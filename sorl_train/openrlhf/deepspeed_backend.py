@@ -114,7 +114,7 @@ class DeepSpeedBackend:
         self.engine = engine
         self.model = engine.module
         self.parameters: Sequence[nn.Parameter] = list(engine.module.parameters())
-        self.device: torch.device = self.parameters[0].device
+        self.device: torch.device = engine.device  # not that of offloaded weights
         self._temperature = temperature
         self._head = head
         # DeepSpeed divides by both, but our losses are already divided by what belongs to the whole mini-batch

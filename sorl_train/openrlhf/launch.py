@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from sorl_env.envs.prompts import check_prompts
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, installed
 from sorl_train.config.settings import TrainConfig
 from sorl_train.models.policy import load_tokenizer, model_shape
 from sorl_train.openrlhf.engine_limits import (
     check,
     check_attention,
+    check_gpus,
     check_model,
     check_versions,
     critic_start,
-    installed,
 )
 from sorl_train.openrlhf.flags import Placement, as_arguments, openrlhf_flags
 from sorl_train.rollout.environments import make_env, record_facts
@@ -57,8 +57,10 @@ CPU_ENVIRONMENT = {
 }
 LAST_LINES = 15  # of the log, which an error message shows
 _EXCEPTION = re.compile(
-    r"^(?:[a-zA-Z_]\w*\.)*(?P<name>[A-Z]\w*(?:Error|Exception|Stopped))(?:\([^)]*\))?: ?(?P<text>.*)$"
+    r"^(?:[a-zA-Z_]\w*\.)*(?P<name>Stopped|[A-Z]\w*(?:Error|Exception))(?:\([^)]*\))?: ?(?P<text>.*)$"
 )
+START = "==== a start of this run ====\n"  # in the log, which goes on at a resume
+STOPPED = "Stopped: "  # how the cause of death begins after Ctrl-C; see ``train_step.Stopped``
 POLL_S = 0.5
 GRACE_S = 60.0  # between asking a process to end and killing it
 
@@ -76,6 +78,8 @@ def run(config: TrainConfig, run_dir: RunDir, display: Display, resume: bool) ->
     point = resume_point(run_dir) if resume else None
     if config.hardware.device == "cpu":
         os.environ.update(CPU_ENVIRONMENT)
+    else:
+        check_gpus(config.cluster)
     env = make_env(config)
     eval_env = make_env(config, evaluation=True)
     record_facts(config, run_dir, env, eval_env)
@@ -119,14 +123,14 @@ def follow(
     ``deadline_s`` seconds.
     """
     shown, grown_at, size = from_step, time.monotonic(), -1
-    told = len(_lines(run_dir.events))
+    told = len(read_jsonl(run_dir.events))
     with finish_step_on_interrupt(display) as interrupted:
         while True:
             ended = process.poll() is not None
             for metrics in _metrics_after(run_dir, shown):
                 shown = metrics.pop("step")
                 display.step(shown, metrics)
-            events = _lines(run_dir.events)
+            events = read_jsonl(run_dir.events)
             for event in events[told:]:
                 at = f"step {event['step']}: "
                 what = {ALARM: f"collapse alarm in {at}", ENDED: ""}.get(event["kind"], at)
@@ -145,7 +149,8 @@ def follow(
                     f"ended. {_tail(run_dir)}"
                 )
             time.sleep(POLL_S)
-        if interrupted.is_set() and process.returncode:
+        # otherwise it broke down after Ctrl-C
+        if interrupted.is_set() and process.returncode and cause_of_death(_log(run_dir)).startswith(STOPPED):
             raise KeyboardInterrupt
 
 
@@ -179,7 +184,8 @@ def _process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     run_dir.stop_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "sorl_train.openrlhf.driver", *arguments]
-    with (run_dir.path / LOG).open("ab") as log:
+    with (run_dir.path / LOG).open("ab", buffering=0) as log:
+        log.write(START.encode())
         # it trains on if this process is killed, and so it holds the run's lock as well
         lock = None if run_dir.lock is None else run_dir.lock.descriptor
         process = subprocess.Popen(
@@ -210,12 +216,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _metrics_after(run_dir: RunDir, step: int) -> list[dict[str, Any]]:
     """Metrics of the steps after ``step``, with their timings."""
-    timings = {line["step"]: line for line in _lines(run_dir.timings)}
-    return [timings.get(line["step"], {}) | line for line in _lines(run_dir.metrics) if line["step"] > step]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return read_jsonl(path) if path.is_file() else []
+    timings = {line["step"]: line for line in read_jsonl(run_dir.timings)}
+    later = [line for line in read_jsonl(run_dir.metrics) if line["step"] > step]
+    return [timings.get(line["step"], {}) | line for line in later]
 
 
 def _written(run_dir: RunDir) -> int:
@@ -224,10 +227,14 @@ def _written(run_dir: RunDir) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
+def _log(run_dir: RunDir) -> str:
+    """What was logged since the last start."""
+    return (run_dir.path / LOG).read_text(encoding="utf-8", errors="replace").rpartition(START)[2]
+
+
 def _breakdown(status: int, run_dir: RunDir) -> str:
     """An error message about what ended OpenRLHF, as far as its log says."""
-    log = (run_dir.path / LOG).read_text(encoding="utf-8", errors="replace")
-    cause = cause_of_death(log)
+    cause = cause_of_death(_log(run_dir))
     reason = cause or f"it ended with status {status}. {_tail(run_dir)}"
     return f"OpenRLHF stopped: {reason}\nIts log is {run_dir.path / LOG}."
 
@@ -251,6 +258,5 @@ def cause_of_death(log: str) -> str:
 
 
 def _tail(run_dir: RunDir) -> str:
-    lines = (run_dir.path / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
+    kept = "\n".join(f"  {line}" for line in _log(run_dir).splitlines()[-LAST_LINES:])
     return f"The end of its log:\n{kept}"

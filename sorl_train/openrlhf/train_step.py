@@ -6,6 +6,7 @@ trainer (``trainers``) do with a rollout batch: the same as ``train_rl.train`` d
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -109,6 +110,7 @@ class TrainStep:
         self.eval_env = make_env(self.config, evaluation=True)
         self.answers = answers_of(training_examples(self.config))
         self.evaluator = TrajectoryGenerator(self.strategy, None, None, self.tokenizer, self.vllm_engines)
+        self.evaluator.args = copy.deepcopy(self.args)
         saved_config = read_resolved(self.run_dir.config)  # without the micro-batch sizes of this process
         log = Display(sys.stdout)  # the user sees another display, that of ``launch``
         self.recorder = Recorder(saved_config, self.run_dir, self.eval_env.task, log, HASHED_BYTES)
@@ -219,25 +221,8 @@ class TrainStep:
             values = self.score_with(self.critic_model_group, batch)
             fields["values"] = values.masked_fill_(~batch.action_mask, 0.0)
         if self.reference_model_group is not None:
-            fields["ref_log_probs"] = self.reference_log_probs(batch)
+            fields["ref_log_probs"] = self.score_with(self.reference_model_group, batch)
         return with_scores(batch, fields)
-
-    def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Log-probabilities (B, T) from OpenRLHF's reference workers, which take micro-batches."""
-        size = self.place.micro_batch(self.config.update.log_prob_micro_batch_size, len(batch))
-        micros = list(batch.micro_batches(size))
-        refs = self.reference_model_group.async_run_method_batch(
-            "forward",
-            sequences=[micro.token_ids for _, micro in micros],
-            action_mask=[micro.action_mask for _, micro in micros],
-            attention_mask=[
-                (torch.arange(micro.token_ids.shape[1]) < micro.lengths[:, None]).long()
-                for _, micro in micros
-            ],
-        )
-        found = [part for parts in ray.get(refs) for part in parts]
-        ray.get(self.reference_model_group.async_run_method("empty_cache"))
-        return put_together(batch, [index for index, _ in micros], found)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimizer steps of one rollout batch, critic and actor; each rank takes its share of a mini-batch."""
@@ -280,6 +265,8 @@ class TrainStep:
         kind = "search_off" if search_off else "eval"
         examples = len(self.eval_env.examples.examples)
         self.evaluator.eval_dataloader = evaluation_loader(self.config.seed, examples, limit, kind)
+        # OpenRLHF samples this many at once, and waits for the longest of them before it goes on
+        self.evaluator.args.rollout.batch_size = limit
         with self.recorder.stage("eval"):
             trajectories = self.evaluator.generate_eval_samples(
                 temperature=temperature,

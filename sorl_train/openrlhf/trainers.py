@@ -67,7 +67,7 @@ class AsyncTrainingActor(TrainStep, _TrainingActor, Announcing):  # type: ignore
     """Trains on the batches that ``AsyncGenerator`` puts into a queue."""
 
     def evaluate_policy(self, limit: int, search_off: bool = False) -> dict[str, float]:
-        """See ``TrainStep``; meanwhile no other batch is sampled and no weight changes."""
+        """See ``TrainStep``; meanwhile no weight changes."""
         ray.get(self.vllm_lock.acquire.remote())
         try:
             return super().evaluate_policy(limit, search_off)

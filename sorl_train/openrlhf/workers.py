@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from openrlhf.trainer.ray import ppo_actor, ppo_critic, vllm_engine
+from openrlhf.trainer.ray import launcher, ppo_actor, ppo_critic, vllm_engine
 from torch import Tensor
 
 from sorl_train.config.files import read_resolved
@@ -150,6 +150,22 @@ class CriticWorker(ppo_critic.CriticModelActor.__ray_metadata__.modified_class):
             pass
         torch.cuda.empty_cache()  # as in ``PolicyWorker.train_on``
         return means.result()
+
+
+class ReferenceWorker(launcher.ReferenceModelActor.__ray_metadata__.modified_class):
+    """One rank of the reference model."""
+
+    _get_free_port = staticmethod(rendezvous_port)
+
+    def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model as OpenRLHF does; ``score`` is sorl's."""
+        super().init_model_from_pretrained(*args, **kwargs)
+        self.config = run_config()
+        self.backend = DeepSpeedBackend(self.model.model, temperature=self.config.sampler.temperature)
+
+    def score(self, batch: Batch) -> Tensor:
+        """Log-probabilities (B, T) of the policy's tokens."""
+        return _score(batch, "log_probs", self.backend, self.config.update.log_prob_micro_batch_size)
 
 
 class RolloutWorker(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class):

@@ -169,6 +169,9 @@ class StepScale:
         if scale == 1.0:
             return
         for group in optimizer.param_groups:
+            # no step: at a rate of 0 a gradient that is not finite would still reach the weights, and Adam's state
+            for parameter in group["params"] if scale == 0.0 else ():
+                parameter.grad = None
             rate = group["lr"]
             # a rate in a tensor is read by compiled steps, so it has to stay the same tensor
             self._kept.append((group, rate.clone() if isinstance(rate, Tensor) else rate))

@@ -49,6 +49,14 @@ class SorlOptions:
                 f"algorithm {self.algorithm!r} is not one that TRL's GRPOTrainer can run, which has no critic; choose "
                 f"from {names}. SorlOptions('so_grpo', ratio='turn') has the turn ratio of SO-PPO."
             )
+        row = ALGORITHMS[self.algorithm] if isinstance(self.algorithm, str) else self.algorithm
+        defaults = (SorlOptions.clip_bias_norm, SorlOptions.clip_bias_delta)
+        if not row.normalize and (self.clip_bias_norm, self.clip_bias_delta) != defaults:
+            raise ValueError(
+                f"clip_bias_norm and clip_bias_delta have no effect on {self.algorithm!r}: leave them out"
+            )
+        if self.trust_kl is None and self.trust_max_scale != 1.0:
+            raise ValueError("trust_max_scale has no effect without trust_kl: give both or none")
         if self.trust_kl is not None and not self.trust_kl > 0.0:
             raise ValueError(f"trust_kl must be above 0 or None, which turns it off, not {self.trust_kl}")
         if not self.trust_max_scale >= 1.0:

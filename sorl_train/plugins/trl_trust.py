@@ -28,8 +28,14 @@ class TrustedSteps:
             raise ValueError(
                 f"the trust region needs whole weights on every rank, and {kind.value} splits them: leave trust_kl out"
             )
-        disable_dropout(trainer.model)  # its noise would count as a KL
         self._trainer = trainer
+        generated, step = self._length, trainer.args.gradient_accumulation_steps
+        if generated % step and step % generated:
+            raise ValueError(
+                f"the trust region needs optimizer steps that end where a generation does: {generated} micro-batches "
+                f"(steps_per_generation times num_iterations) do not go with gradient_accumulation_steps={step}"
+            )
+        disable_dropout(trainer.model)  # its noise would count as a KL
         self.region = TrustRegion(self._weights, limit, max_scale)
         self._mini_batch: list[dict[str, Any]] = []  # its micro-batches so far
         # those of the rollout batch, with old log-probabilities

@@ -11,8 +11,8 @@ from sorl_env.commands.command import Parser, add_json_option, print_json, run_c
 from sorl_env.errors import install_command
 
 try:
-    from sorl_train.config.files import DEFAULT_CONFIG, load_config
     from sorl_train.config.options import parse
+    from sorl_train.run.folder import settings_of
 except ModuleNotFoundError as error:  # the core alone is installed
     raise SystemExit(f"sorl-doctor needs the package {error.name!r}: {install_command('train')}") from error
 
@@ -34,7 +34,7 @@ def _examine(argv: Sequence[str]) -> int:
     add_json_option(parser)
     own, rest = parser.parse_known_args(argv)
     arguments = parse(rest)
-    config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+    config = settings_of(arguments)
     from sorl_train.preflight.inputs import PreflightContext
     from sorl_train.preflight.preflight import examine
 

@@ -231,9 +231,11 @@ def _command(config: TrainConfig, limits: Limits) -> list[str]:
     """The command that ``openrlhf.launch`` runs, with one flag on each line."""
     run_dir = RunDir(Path(config.run_dir or "RUN_DIR"))
     flags = openrlhf_flags(config, run_dir, start_folder(config), limits, resume=None)
-    variable = f"SORL_RUN_DIR={shlex.quote(str(run_dir.path.absolute()))}"
+    folders = (
+        f"SORL_RUN_DIR={shlex.quote(str(run_dir.path.absolute()))} SORL_FOLDER={shlex.quote(str(Path.cwd()))}"
+    )
     words = {name: as_arguments({name: value}) for name, value in flags.items()}
-    lines = [f"{variable} python -m sorl_train.openrlhf.driver"]
+    lines = [f"{folders} SORL_START=1 python -m sorl_train.openrlhf.driver"]
     lines += ["  " + shlex.join(flag) for flag in words.values() if flag]
     off = [name for name, flag in words.items() if not flag]
     notes = [f"switches that are off: {', '.join(off)}"] if off else []

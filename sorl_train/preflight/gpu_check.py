@@ -25,8 +25,7 @@ from typing import Any
 import psutil
 
 from sorl_env.commands.command import Parser, run_command, version
-from sorl_env.errors import UserError
-from sorl_train.openrlhf.engine_limits import installed
+from sorl_env.errors import UserError, installed
 from sorl_train.openrlhf.launch import CPU_ENVIRONMENT, cause_of_death, import_folders
 from sorl_train.preflight.gpu_lines import LINES, TO_US, Found
 from sorl_train.report.page import render_page

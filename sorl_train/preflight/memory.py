@@ -24,15 +24,14 @@ With OpenRLHF (``estimate_cluster_memory``) weights and gradients are bfloat16. 
     gradient bucket                2 BUCKET            2 BUCKET
     offloaded, in host memory      20 P / N + 2 E      18 P / N   (instead of the 12 and of the gradients)
 
-E is the largest weight, for which ZeRO-2 has a buffer when it offloads. The host needs up to 24 P / N, as torch rounds
-pinned memory up to powers of two. Without offloading, on GPUs that train and sample in turns, an idle model moves all
-but its weights to the host. The reference takes 2 P / N with ZeRO-3 (in host memory if ``offload_reference``) and 2 P
-with ZeRO-2. Besides, in turns,
+With ``ds.grad_accum_dtype: fp32`` gradients take 2 P / N more. E is the largest weight, for which ZeRO-2 has a buffer
+when it offloads. The host needs up to 24 P / N, as torch rounds pinned memory up to powers of two. Without offloading,
+on GPUs that train and sample in turns, an idle model moves all but its weights to the host. The reference takes 2 P / N
+with ZeRO-3 (in host memory if ``offload_reference``) and 2 P with ZeRO-2. Besides, in turns,
 - ZeRO-3 gathers weights, 2 min(P, LIVE + E), and those that arrive, 2 min(P, PREFETCH + E);
 - an update keeps what autograd does and 5 h for embeddings and the last norm, and the larger of two moments: the logits
   of all and of the action tokens, 2 m V (L + A); or the block that is computed again beside leaving gradients;
-- a step that is not offloaded needs gradients in float32, 8 P / N (ZeRO-3: 6 P / N);
-- OpenRLHF's reference worker converts its logits to float32, 6 m' L V, which grows fastest.
+- a step that is not offloaded needs gradients in float32, 8 P / N (ZeRO-3: 6 P / N).
 
 Policy and critic are compared with what DeepSpeed holds on a CPU (``tests/train/preflight/test_memory.py``).
 PROCESS and VLLM_WORK are not measured, and fragmentation in the allocator comes on top.
@@ -116,7 +115,7 @@ def gigabytes(size: int) -> str:
 def checkpoint_size(config: TrainConfig, shape: ModelShape) -> int:
     """Bytes on disk of a checkpoint that a run can go on from: weights and moments in float32; with OpenRLHF the
     weights that are trained, DeepSpeed's master weights and moments, and the policy as a transformers folder."""
-    critic = shape.critic_parameters if config.algorithm.needs_critic else 0
+    critic = shape.critic_parameters if config.stage == "rl" and config.algorithm.needs_critic else 0
     if config.engine == "openrlhf":
         return 14 * (shape.parameters + critic) + 2 * shape.parameters
     return 4 * (shape.parameters + critic) + 8 * (shape.trained + critic)
@@ -126,7 +125,8 @@ def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, devi
     """What one machine needs on this device."""
     compute_bytes = compute_dtype(config.hardware.dtype, device).itemsize
     update, tokens, actions = config.update, limits.max_trajectory_tokens, _action_tokens(limits)
-    critic = shape.critic_parameters if config.algorithm.needs_critic else 0
+    is_rl = config.stage == "rl"
+    critic = shape.critic_parameters if is_rl and config.algorithm.needs_critic else 0
     reference = model_shape(config.loss.kl_model) if config.loss.kl_model else shape
     trained = shape.trained + critic
     micro = min(update.micro_batch_size, update.mini_batch_size)
@@ -155,7 +155,7 @@ def estimate_memory(config: TrainConfig, shape: ModelShape, limits: Limits, devi
             "weights": 4 * (shape.parameters + critic),
             "gradients": 4 * trained,
             "optimizer": 8 * trained,
-            "reference": 4 * reference.parameters if config.loss.kl_coef > 0 else 0,
+            "reference": 4 * reference.parameters if is_rl and config.loss.kl_coef > 0 else 0,
         },
         phases={
             "sampling": sampling,
@@ -198,8 +198,7 @@ def estimate_cluster_memory(
         phases["scoring, critic"] = of_critic.awake + sizes.scoring(critic, 0)
         phases["critic update"] = of_critic.awake + sizes.update(critic, 0)
     if reference:
-        in_float32 = 6 * sizes.scored_rows * sizes.tokens * shape.vocabulary
-        phases["scoring, reference"] = sizes.scoring(reference, in_float32)
+        phases["scoring, reference"] = sizes.scoring(reference, sizes.logits(sizes.scored_rows, 2))
     phases["policy update"] = of_policy.awake + sizes.update(policy, sizes.logits(sizes.rows, 4))
 
     ranks = place.train_gpus_per_node
@@ -251,6 +250,7 @@ class _Sizes:
         self.scored_rows = self.place.micro_batch(update.log_prob_micro_batch_size, config.rollout.batch_size)
         self.tokens, self.actions = limits.max_trajectory_tokens, _action_tokens(limits)
         self.largest = shape.vocabulary * shape.hidden
+        self.gradient = 4 if config.cluster.flags.get("ds.grad_accum_dtype") == "fp32" else 2
 
     def states(self, parameters: int) -> _States:
         """Weights, gradients and optimizer of a trained model; nothing for one that the algorithm does not have."""
@@ -260,8 +260,9 @@ class _Sizes:
         weights = 2 * (share if self.sharded else parameters)
         if self.offloads:
             copies = 0 if self.sharded else 2 * self.largest
-            return _States(weights + buffer + copies, 0, max(24 * share, 20 * share + copies))
-        rest = 12 * share + (2 * share if self.sharded else 0)
+            in_host = max(24 * share, (18 + self.gradient) * share + copies)
+            return _States(weights + buffer + copies, 0, in_host)
+        rest = 12 * share + (self.gradient * share if self.sharded else 0)
         if self.sleeps:
             return _States(weights, rest + buffer, rest)
         return _States(weights + rest + buffer)
@@ -288,7 +289,7 @@ class _Sizes:
         """What a model needs at the largest moment of an optimizer step."""
         shape, share, column = self.shape, parameters // self.ranks, 2 * self.rows * self.tokens
         kept = 5 * shape.hidden + shape.layers * (shape.hidden if self.checkpointing else shape.block_width)
-        gradients = 0 if self.sharded or self.offloads else 2 * share
+        gradients = 0 if self.sharded or self.offloads else self.gradient * share
         # ZeRO-3 copies a bucket to scatter it; ZeRO-2 adds gradients of a micro-batch to those of the ones before
         again = 2 * min(self.bucket, parameters) if self.sharded else gradients
         again += column * shape.block_width if self.checkpointing else 0

@@ -28,7 +28,13 @@ from sorl_tools.search.http import TOKEN_VARIABLE, HttpSearch
 from sorl_train.config.settings import TINY
 from sorl_train.models.forward import pick_device
 from sorl_train.models.policy import load_tokenizer, model_shape
-from sorl_train.openrlhf.engine_limits import check_attention, check_compilers, check_model, check_versions
+from sorl_train.openrlhf.engine_limits import (
+    check_attention,
+    check_compilers,
+    check_gpus,
+    check_model,
+    check_versions,
+)
 from sorl_train.preflight.inputs import UNASKED, Finding, PreflightContext, check_settings, planned, repeats
 from sorl_train.preflight.memory import SPARE, checkpoint_size, estimate_memory, gigabytes
 from sorl_train.rollout.environments import limits, refuse_test_questions
@@ -82,6 +88,7 @@ def _versions(run: PreflightContext) -> None:
         check_attention(run.config.cluster.flags)
         if run.config.hardware.device != "cpu":
             check_compilers()
+            check_gpus(run.config.cluster)
 
 
 def _task(run: PreflightContext) -> None:
@@ -329,7 +336,9 @@ def _one_server(run: PreflightContext, url: str, fingerprints: dict[str, str]) -
     if run.index is not None and told != (wanted := read_manifest(run.index.expanduser()).hash):
         detail = f"{url} holds {told}, and {run.index} is {wanted}"
         return Finding("server", "fail", detail, f"sorl-serve {run.index}")
-    return Finding("server", "ok", f"{url} answers: {health.get('passages', '?'):,} passages, {told}")
+    size = health.get("passages")
+    passages = f"{size:,} passages, " if isinstance(size, int) else ""
+    return Finding("server", "ok", f"{url} answers: {passages}{told}")
 
 
 def _health(address: httpx.URL) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,10 @@ def prepare(
     ``drop="exact"`` leaves out the train questions that are in test as well, or in the test files ``against``.
     ``skip_unreadable`` leaves out and counts rows that the task cannot read, instead of refusing the data. ``test_ids``
     are those of the test questions, where the published split mixes them with others. Raises ``UserError`` if a source
-    cannot be read, a row is not of this data set, no row is left, or ``out`` has files that sorl-data did not write.
+    cannot be read, a row is not of this data set, no row is left, or ``out`` has a split that is not prepared now, or
+    files that sorl-data did not write.
     """
-    _check_out(out)
+    _check_out(out, sources)
     examples: dict[str, list[Example]] = {}
     entries: dict[str, dict[str, Any]] = {}
     for split, reference in sources.items():
@@ -125,27 +126,31 @@ def prepare(
         kept = [example for example in examples["train"] if example.id not in in_test]
         entries["train"]["dropped"]["also for testing"] = len(examples["train"]) - len(kept)
         examples["train"] = kept
+        if not kept:
+            raise UserError(
+                "--drop exact: all train questions are for testing, too: give others, or leave it out"
+            )
     texts, files = {}, {}
     for split, found in examples.items():
         name = f"{split}.jsonl"
         texts[name] = text = jsonl(to_row(example, recipe.name, split) for example in found)
         digest = hashlib.sha256(text.encode()).hexdigest()
         files[name] = {"split": split, "rows": len(found), "sha256": digest, **entries[split]}
-    about = {"name": recipe.name, "licence": recipe.licence, "note": recipe.note}
-    manifest: Manifest = {"version": 3, **about, "files": files}
+    about = {"version": 3, "name": recipe.name, "licence": recipe.licence, "note": recipe.note}
+    manifest: Manifest = {**about, "files": files}
     if pairs:
         counts = {name: count_pairs(found) for name, found in pairs.items()}
         manifest["overlap"] = {"dropped": drop, "with": counts}
         texts[PAIRS] = jsonl(
             {"with": name, **dataclasses.asdict(pair)} for name, found in pairs.items() for pair in found
         )
+    texts[MANIFEST] = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"  # the last one
     with new_folder(out):
-        for name in ("train.jsonl", f"{TEST_SPLIT}.jsonl", PAIRS):
-            if name in texts:
-                atomic_write(out / name, texts[name])
-            else:  # an earlier call may have prepared both splits
-                (out / name).unlink(missing_ok=True)
-        atomic_write(out / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        # first without files, so that a call which is cut short leaves no hashes of other data
+        atomic_write(out / MANIFEST, json.dumps({**about, "files": {}}) + "\n")
+        (out / PAIRS).unlink(missing_ok=True)
+        for name, text in texts.items():
+            atomic_write(out / name, text)
     return manifest
 
 
@@ -260,11 +265,16 @@ def _split_of(
     return None
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, splits: Collection[str]) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; give a folder")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+    names = {path.name for path in out.iterdir() if path.suffix != ".unfinished"} if out.is_dir() else ()
+    if names and MANIFEST not in names:
         raise UserError(f"--out {out} contains files that sorl-data did not write; give a new folder")
+    for split in ("train", TEST_SPLIT):
+        if f"{split}.jsonl" in names and split not in splits:
+            what = f"the {split} split of an earlier call and this one has no source of it"
+            raise UserError(f"--out {out} holds {what}: prepare both in one call, or give a new folder")
 
 
 def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 COUNT = 10
 _READ_OF_A_FILE = 64  # trajectories, except of the last step; a file may have hundreds of long ones
-_STEP_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl(\.gz)?")
+_STEP_FILE = re.compile(r"(step|eval)_(\d+)\.jsonl")
 _TAG = re.compile(r"<(?P<closing>/?)(?P<tag>[A-Za-z_][\w-]*)>")
 _QUESTION = re.compile(r"^[^\S\n]*Question:\s{0,9}(\S.*)$", re.MULTILINE)
 _NOT_TOOLS = {"think": "think", "answer": "answer", "information": "forged"}
@@ -99,7 +99,7 @@ def question_of(trajectory: Trajectory) -> str:
 
 def step_files(folder: Path) -> list[tuple[Kind, int, Path]]:
     """Files of trajectories with their kind and step, by step; an evaluation comes after the step that it judges."""
-    names = ((path, _STEP_FILE.fullmatch(path.name)) for path in folder.glob("*.jsonl*"))
+    names = ((path, _STEP_FILE.fullmatch(path.name)) for path in folder.glob("*.jsonl"))
     found: list[tuple[Kind, int, Path]] = [
         ("eval" if match[1] == "eval" else "step", int(match[2]), path) for path, match in names if match
     ]

@@ -162,8 +162,10 @@ def _order(settings: Mapping[str, Any]) -> list[tuple[bool, float, str]]:
 
 
 def setting_text(value: Any) -> str:
-    """A setting as text for labels and choices."""
-    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+    """A setting as text for labels and choices; different values have different texts."""
+    if isinstance(value, float) and float(short := f"{value:g}") == value:
+        return short
+    return "none" if value is None else str(value)
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def format_result(value: float | None, kind: str) -> str:
     if kind == "seconds":
         return duration(value)
     if kind == "megabytes":
-        return size(1e6 * value)
+        return size(2**20 * value)  # figures called _mb are in MiB
     if kind == "step":
         return f"step {value:.0f}"
     if kind == "short":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,15 +184,14 @@ def _events(file: Path, notes: list[str]) -> list[MetricRow]:
 
 
 def _lines(file: Path, notes: list[str], needed: Sequence[str]) -> Iterator[MetricRow]:
-    """The lines that are JSON objects with the needed names and a whole step; a note for every other line."""
+    """The lines that are JSON objects with the needed names, of which the step is a number; a note for every other."""
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             row = _mapping(read_json(line))
-            int(row["step"])
-            if missing := [name for name in needed if name not in row]:
-                raise KeyError(missing)
+            if not all(name in row for name in needed) or not is_number(row["step"]):
+                raise ValueError
             yield row
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             notes.append(
                 f"{file.name}:{number} is left out: it is not a JSON object with {' and '.join(needed)}"
             )
@@ -201,7 +201,7 @@ def _stability(path: Path) -> dict[str, float]:
     """The figures of a run's stability; none before its first evaluation and step, or if its metrics are damaged."""
     try:
         figures = measure(path)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
@@ -215,8 +215,8 @@ def _success_so_far(metrics: Sequence[MetricRow]) -> dict[str, float]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a curve can show the value: a finite number. NaN is written as null."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether a curve can show the value: a number that a finite float can hold. NaN is written as null."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _samples(facts: Any) -> Iterator[str]:

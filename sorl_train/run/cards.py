@@ -47,7 +47,7 @@ def write_policy_card(
     if git:
         versions += f". Code at commit `{git['commit']}`" + (", with changes" if git["dirty"] else "")
     asked, trained_on = data.get("eval", {}), _hub_name(data.get("train", {}))
-    lines = read_jsonl(run_dir.metrics) if run_dir.metrics.is_file() else []
+    lines = read_jsonl(run_dir.metrics)
     evaluations = [line for line in lines if "eval/success" in line and line["step"] <= step]
     which = "The best checkpoint so far, of" if best else "The checkpoint after"
     tools = ", ".join(f"`{name}`" for name in asked.get("tools", data.get("train", {}).get("tools", {})))

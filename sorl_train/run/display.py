@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, TextIO
 
@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 
-from sorl_env.commands.command import interrupt
+from sorl_env.commands.command import drop_output, interrupt, say
 from sorl_env.errors import UserError
-from sorl_env.text import duration
+from sorl_env.text import duration, size
 
 Advance = Callable[[int], None]
 QUIET_S = 10.0  # seconds without a line after which one tells of the progress, where there are no bars
@@ -119,10 +119,15 @@ class Display:
         return duration((now - begun) / (last - first) * (self._steps - last)) if last > first else "-"
 
     def message(self, text: str) -> None:
-        """Show a line of text that stays in view."""
+        """Show a line of text that stays in view. If nobody reads the output any more, the run goes on without it."""
         self._spoke = self._clock()
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        try:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+        except BrokenPipeError:  # its reader has left, as `head` does, and may have read the errors, too
+            drop_output()
+            with suppress(BrokenPipeError):
+                say("sorl-train", "nobody reads the output any more; the run goes on, and Ctrl-C ends it")
 
     def close(self, summary: Mapping[str, object] | None = None) -> None:
         """End the display, and print the summary if there is one."""
@@ -223,7 +228,7 @@ def summary_block(summary: Mapping[str, object]) -> str:
         if isinstance(value, (int, float)) and name.endswith("_s"):
             lines[title] = duration(value)
         elif isinstance(value, (int, float)) and name.endswith("_mb"):
-            lines[title] = f"{value:,.0f} MB"
+            lines[title] = size(2**20 * value)  # in MiB
         elif isinstance(value, float):
             lines[title] = f"{value:.4g}"
         elif value is not None:

@@ -45,16 +45,17 @@ def sync(path: Path) -> None:
 def free_name(path: Path) -> Path:
     """``path`` itself if nothing has that name; else ``path-2``, ``path-3``, .., the first name that is free."""
     name, number = path, 1
+    path = path if path.name.strip(".") else path.resolve()  # the working folder has no other name to add to
     while name.exists():
         number += 1
-        name = path.with_name(f"{path.name}-{number}")
+        name = path.parent / f"{path.name}-{number}"
     return name
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects in a log file, one a line; the half last line that a killed run may have left is skipped. Raises
-    ``UserError``, which names the line, if a whole one is not a JSON object."""
-    *lines, _ = path.read_bytes().split(b"\n")
+    """The JSON objects in a log file, one a line; none if there is no file. The half last line that a killed run may
+    have left is skipped. Raises ``UserError``, which names the line, if a whole one is not a JSON object."""
+    *lines, _ = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     return [_parse_line(path, number, line) for number, line in enumerate(lines, start=1)]
 
 

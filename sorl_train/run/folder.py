@@ -14,10 +14,12 @@ Files that are written at once appear under their name only when they are comple
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -26,7 +28,9 @@ from typing import Any
 
 from sorl_env.errors import UserError
 from sorl_env.folders import remove_empty
-from sorl_train.config.files import config_hash, read_resolved, to_yaml
+from sorl_train.config.files import DEFAULT_CONFIG, config_hash, load_config, read_resolved, to_yaml
+from sorl_train.config.find_algorithm import short_name
+from sorl_train.config.options import Arguments
 from sorl_train.config.schema import fields, flatten
 from sorl_train.config.settings import LimitsConfig, TrainConfig
 from sorl_train.run.files import (
@@ -108,14 +112,15 @@ class RunDir:
         check_place(self.path, "--run_dir")
         if not self._is_taken() or (overwrite and self.config.is_file()):
             return
-        another = f"another folder (--run_dir {free_name(self.path)})"
+        another = f"another folder (--run_dir {shlex.quote(str(free_name(self.path)))})"
         if not self.summary.is_file() and not self.config.is_file():
             raise UserError(f"{self.path} is not empty and is not a run folder; give {another}")
         state, move = "an unfinished", f"Give {another}"
         if self.summary.is_file():
             state = "a finished"
         elif self.has_checkpoint:
-            move = f"Continue it (sorl-train --resume --run_dir {self.path}), give {another}"
+            again = f"sorl-train --resume --run_dir {shlex.quote(str(self.path))}"
+            move = f"Continue it ({again}), give {another}"
         raise UserError(
             f"{self.path} holds {state} run. {move}, or --overwrite to move that run aside and start again"
         )
@@ -177,7 +182,7 @@ class RunDir:
             )
         changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in changed if name != "run_dir"]
         environment = environment_facts()
-        if others := list(_differences(_numeric(manifest), _numeric(environment), "environment")):
+        if others := list(differences(_numeric(manifest), _numeric(environment), "environment")):
             changes.append("from here on its numbers are not exactly the same: " + "; ".join(others))
         resumed = {"time": _now(), "changes": changes, "environment": environment}
         run._accepted = resumed, to_yaml(config)
@@ -190,10 +195,10 @@ class RunDir:
         manifest = self.read_manifest()
         manifest.setdefault("resumes", []).append(resume)
         manifest["config_files"] = sorted({*manifest.get("config_files", ()), _sha256(text)})
-        # first: after a kill in between, it knows the old config and the new one
+        self.summary.unlink(missing_ok=True)  # it marks a run as finished with the steps of its config
+        # before the config: after a kill in between, it knows the old one and the new one
         self._write_manifest(manifest)
         atomic_write(self.config, text)
-        self.summary.unlink(missing_ok=True)  # it marks a finished run
         self.begun = True
 
     def check_config(self) -> None:
@@ -238,7 +243,7 @@ class RunDir:
         """
         manifest = self.read_manifest()
         fresh = json.loads(json.dumps(facts))
-        changed = list(_differences(manifest.get(section, fresh), fresh, section))
+        changed = list(differences(manifest.get(section, fresh), fresh, section, rise=True))
         if changed:
             lines = "\n".join(f"  {line}" for line in changed)
             raise UserError(
@@ -288,13 +293,34 @@ def saved_config(
     return read_resolved(run.config, overrides, check=check)
 
 
-def _differences(old: Any, new: Any, name: str) -> Iterator[str]:
-    """One line for each value that differs between two JSON values."""
+def settings_of(arguments: Arguments) -> TrainConfig:
+    """The config of a command line, with its run folder. A resumed run keeps its saved settings unless --config is
+    given."""
+    from_saved = arguments.resume and arguments.config is None
+    folder = arguments.overrides.get("run_dir") if from_saved else None
+    if folder is None:
+        config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+        # such as runs/quickstart-so_ppo-s0, named after the config, or after a --task that is given
+        origin = arguments.config or arguments.overrides.get("task") or DEFAULT_CONFIG
+        kind = short_name(config.algo) if config.stage == "rl" else config.stage
+        name = re.sub(r"[^a-zA-Z0-9_.]+", "_", Path(origin).stem)
+        folder = config.run_dir or f"runs/{name}-{kind}-s{config.seed}"
+    if from_saved:
+        config = saved_config(folder, arguments.overrides)
+    return dataclasses.replace(config, run_dir=folder)
+
+
+def differences(old: Any, new: Any, name: str = "", was: str = "then", rise: bool = False) -> Iterator[str]:
+    """One line for each value that differs between two JSON values; with ``rise`` a limit may be higher now."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}")
-    elif old != new and not (".limits." in name and _rises(old, new)):
-        yield f"{name}: {old!r} then, {new!r} now"
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key, was, rise)
+    elif isinstance(old, dict) and new is None:
+        yield f"{name}: {was}, not now"
+    elif isinstance(new, dict) and old is None:
+        yield f"{name}: not {was}, now"
+    elif old != new and not (rise and ".limits." in name and _rises(old, new)):
+        yield f"{name}: {old!r} {was}, {new!r} now"
 
 
 def _rises(old: float | None, new: float | None) -> bool:

@@ -7,9 +7,10 @@ import platform
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from sorl_env.errors import installed
 
 _PACKAGES = (
     "sorl torch transformers tokenizers safetensors numpy gymnasium bm25s datasets pyarrow httpx peft accelerate vllm "
@@ -21,10 +22,10 @@ def environment_facts() -> dict[str, Any]:
     """Command, versions, git state and hardware, as JSON values. It imports torch to list the GPUs."""
     import torch
 
-    installed = {name: version for name in _PACKAGES if (version := _version(name))}
+    versions = {name: version for name in _PACKAGES if (version := installed(name))}
     return {
         "command": sys.argv,
-        "versions": {"python": platform.python_version(), **installed},
+        "versions": {"python": platform.python_version(), **versions},
         "git": git_facts(Path(__file__).resolve().parents[2]),
         "hardware": {
             "platform": platform.platform(),
@@ -33,13 +34,6 @@ def environment_facts() -> dict[str, Any]:
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None  # optional packages are missing in most environments
 
 
 def git_facts(checkout: Path) -> dict[str, Any] | None:

@@ -166,9 +166,8 @@ _KINDS |= {"clipped": int, "weight": float}
 
 
 def sidecar_of(trajectories: Path) -> Path | None:
-    """The token records for a file of trajectories (``step_000010.jsonl``, also ``.gz``); None if there are none."""
-    stem = trajectories.name.removesuffix(".gz").removesuffix(".jsonl")
-    path = trajectories.with_name(f"{stem}.tokens.jsonl.gz")
+    """The token records for a file of trajectories (``step_000010.jsonl``); None if there are none."""
+    path = trajectories.with_name(f"{trajectories.stem}.tokens.jsonl.gz")
     return path if path.is_file() else None
 
 

@@ -121,7 +121,7 @@ class Recorder:
         method = {"algo": config.algo} if config.stage == "rl" else {"stage": config.stage}
         summary = {**method, "task": self.task.name, "seed": config.seed, **facts, **self._summary.figures()}
         row = find_algorithm(config.algo)
-        lines = read_jsonl(self.run_dir.metrics) if self.run_dir.metrics.is_file() else []
+        lines = read_jsonl(self.run_dir.metrics)
         clips = row.surrogate_name in ("clipped", "cispo")
         summary["off_policy"] = off_policy_words(lines, normalizes=row.normalize, clips=clips) or None
         prune_checkpoints(self.run_dir.checkpoints, config.checkpoint.keep)  # unless a kill has come between
@@ -165,6 +165,8 @@ class Recorder:
         self._count_lost(step, trajectories)
         for kind, reason, is_told in step_events(metrics, self.config.rollout.dynamic_sampling):
             if kind == IN_VAIN:  # the first such batch is told, the second, the fourth, the eighth, ..
+                if self.config.loss.kl_in == "alone":
+                    continue  # no token has an advantage, and every token learns from the teacher
                 self._in_vain += 1
                 if self._in_vain & (self._in_vain - 1):
                     continue
@@ -260,7 +262,7 @@ class Recorder:
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Go on from a checkpoint, to whose lengths the logs are cut already; returns what its ``state.json`` holds."""
         state = read_own_json(checkpoint / STATE)
-        for line in read_jsonl(self.run_dir.metrics) if self.run_dir.metrics.is_file() else []:
+        for line in read_jsonl(self.run_dir.metrics):
             self._summary.observe(line["step"], line)
             self._alarm.observe(line["step"], line)
             self._in_vain += bool(in_vain(line))

@@ -119,7 +119,7 @@ def learned(success: Sequence[float]) -> bool:
 
 def step_seconds(run_dir: Path) -> float:
     """The median time of a training step in seconds; NaN if the run kept no timings."""
-    lines = read_jsonl(RunDir(run_dir).timings) if RunDir(run_dir).timings.is_file() else []
+    lines = read_jsonl(RunDir(run_dir).timings)
     times = [line["time/step_s"] for line in lines if line.get("time/step_s") is not None]
     return statistics.median(times) if times else math.nan
 

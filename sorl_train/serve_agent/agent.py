@@ -150,8 +150,8 @@ class Agent:
             settings = dataclasses.replace(settings, top_p=request.top_p)
         seed = self._seed if request.seed is None else request.seed
         job = RolloutJob(f"question {next(self._numbers)}", "asked", 0, seed)
+        prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
         try:
-            prompt, _ = env.reset(seed=job.seed, options={"index": job.example_index})
             begun = TrajectoryBuilder(env, self._codec, job, prompt)
         except UserError as error:
             limit = min(env.limits.max_prompt_tokens, env.limits.max_trajectory_tokens - 1)

@@ -38,6 +38,7 @@ def start_folder(config: TrainConfig) -> str:
     import torch
     import transformers
 
+    from sorl_train.models.forward import compute_dtype, pick_device
     from sorl_train.rollout.environments import env_facts, make_env, source_facts
 
     env = make_env(config)
@@ -53,6 +54,10 @@ def start_folder(config: TrainConfig) -> str:
     }
     if config.format != "tags":
         content["format"] = config.format
+    device = pick_device(config.hardware.device)
+    dtype = compute_dtype(config.hardware.dtype, device)
+    if config.stage == "rl" and (device.type, dtype) != ("cpu", torch.float32):
+        content["computed"] = f"{device.type}, {dtype}"
     if sources := source_facts(config, env.task):
         content["sources"] = sources
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

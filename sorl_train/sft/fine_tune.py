@@ -105,7 +105,18 @@ def file_demos(
     ``UserError`` for a row of another form or with more than ``max_tokens``; the message names file and line."""
     demos = []
     for where, row in read_rows(path):
-        prompt, parts = _dialogue(row, where)
+        try:
+            prompt, parts = _dialogue(row, where)
+        except UserError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{where}: not a demonstration ({type(error).__name__}: {error})") from error
+        if not all(isinstance(text, str) for text in (prompt, *(text for _, text in parts))):
+            raise UserError(
+                f"{where}: each content of a demonstration must be a text; tool_calls are not read"
+            )
+        if not any(sampled for sampled, _ in parts):
+            raise UserError(f"{where}: the demonstration has no turn to imitate")
         ids = encode_prompt(
             tokenizer, prompt, system_prompt, use_chat_template=use_chat_template, tools=tools
         )

@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from sorl_env.commands.command import Parser, number, print_json, run_command, seed, whole
+from sorl_env.commands.task_options import add_task_options, task_args
 from sorl_env.errors import MOST, Bounds, UserError, did_you_mean, no_such_file
 from sorl_env.folders import new_folder
+from sorl_train.config.files import value_from_text
 
 from ..waiting import wait_until
 
@@ -41,7 +43,6 @@ TAKEN = FileExistsError(errno.EEXIST, "File exists", "out")
     [
         (UserError("correct it"), 2, "sorl-x: correct it\n"),
         (KeyboardInterrupt(), 130, "\nsorl-x: interrupted\n"),
-        (BrokenPipeError(errno.EPIPE, "broken pipe"), 0, ""),
         (
             FULL,
             2,
@@ -75,7 +76,14 @@ def test_what_ends_python_inside_a_command_is_no_success(
 
 
 @pytest.mark.parametrize(
-    "fault", [KeyError("x"), ConnectionResetError(), OSError("no number"), MemoryError()]
+    "fault",
+    [
+        KeyError("x"),
+        ConnectionResetError(),
+        BrokenPipeError(errno.EPIPE, "of a process that is dead"),  # not of standard output
+        OSError("no number"),
+        MemoryError(),
+    ],
 )
 def test_a_fault_of_ours_keeps_its_traceback(fault: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(type(fault)):
@@ -231,7 +239,7 @@ def test_a_reader_who_leaves() -> None:
     playing.stdin.close()
     assert playing.stderr is not None
     err = playing.stderr.read()
-    assert playing.wait(timeout=60) == 0 and b"Traceback" not in err and b"Exception ignored" not in err
+    assert playing.wait(timeout=60) == 141 and b"Traceback" not in err and b"Exception ignored" not in err
 
 
 def test_an_interrupt_that_python_drops_comes_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,3 +259,12 @@ def test_an_interrupt_that_python_drops_comes_again(capsys: pytest.CaptureFixtur
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "\nsorl-x: interrupted\n"
+
+
+def test_arguments_of_a_task_are_read_as_sorl_train_reads_them() -> None:
+    """``--task_args.search_off False`` must not switch search off, as any text would."""
+    parser = Parser(prog="sorl-x", mappings=("task_args",))
+    add_task_options(parser)
+    for text in ("False", "false", "no", "Yes", ".5", "0.5", "null", "[1, 2]", "a.b"):
+        args = parser.parse_args(["minihop", "--task_args.hasty", text])
+        assert task_args(args) == {"hasty": value_from_text("task_args.hasty", text)}, text

@@ -63,6 +63,7 @@ def _data(folder: Path) -> None:
         "columns.tsv": "id\ttext\ttitle\n1\tx\n",
         "empty.tsv": "",
         "blank.txt": " \n",
+        "records_text.jsonl": '{"study": "s", "cell": "c", "seed": 0, "step": [1], "eval/success": ["high"]}\n',
         "records.jsonl": '{"study": "s", "cell": "c", "seed": 0}\n',
         "ids_number.json": "3",
     }
@@ -159,6 +160,8 @@ def _studies(folder: Path) -> None:
         "study_same.yaml": "seeds: [0, 0]\n",
         "study_empty.yaml": "",
         "study_slash.yaml": "arms: {a/b: {algo: ppo}}\n",
+        "study_on_off.yaml": "arms: {on: {algo: so_ppo}, off: {algo: ppo}}\n",
+        "study_number_key.yaml": "settings: {1: 2}\n",
         "study_arm_number.yaml": "arms: {1: {algo: ppo}}\naxes: 3\n",
     }
     for name, text in texts.items():

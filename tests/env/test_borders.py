@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +70,13 @@ def test_a_long_reply_is_cut_and_its_record_says_so(call: Call, make: Any) -> No
 def test_a_reply_that_is_no_text_is_the_tools_bug(call: Call, result: Any, named: str) -> None:
     outcome = call(Toolbox([saying(result)]), REQUEST)
     assert isinstance(outcome, ToolUnavailableError) and f"it returned {named}, expected" in str(outcome)
+
+
+def test_the_hits_of_a_reply_are_a_number_that_json_can_write(call: Call) -> None:
+    outcome = call(Toolbox([saying(ToolReply("found", hits=np.int64(2)))]), REQUEST)
+    assert type(outcome.hits) is int and outcome.hits == 2
+    half = call(Toolbox([saying(ToolReply("found", hits=0.5))]), REQUEST)
+    assert isinstance(half, ToolUnavailableError) and "hits=0.5, which is not a whole number" in str(half)
 
 
 # --- the environment ---

@@ -4,6 +4,7 @@ template renders, equal to the template's own rendering of the dialogue, and no 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,6 +203,30 @@ def test_a_malformed_message_is_corrected_by_a_user_and_an_unfinished_one_is_end
     after_call = sampler.contexts[2][len(sampler.contexts[1]) + len(unfinished) :]
     assert after_call[0] == call[-1]
     assert trajectory.reward == 1
+
+
+def test_a_message_that_the_token_limit_cut_is_not_the_answer(setting: Setting) -> None:
+    """It is corrected where there is room for another turn; else the trajectory ends at its own limit."""
+    cut = setting.tokenizer.encode("I have to find out who that was", add_special_tokens=False)
+    (answer,) = setting.written(_answering("Smiljan"))
+    assert len(answer) < len(cut)
+    setting.env.limits = dataclasses.replace(setting.env.limits, max_new_tokens=len(cut))
+    played, sampler = setting.play(cut, answer)
+    assert [turn.format_error for turn in played.turns] == ["unclosed", None] and played.reward == 1
+    whole = len(sampler.contexts[0]) + len(cut)
+    setting.env.limits = dataclasses.replace(setting.env.limits, max_trajectory_tokens=whole)
+    played, _ = setting.play(cut)
+    assert played.stop_reason == "max_tokens" and len(played.token_ids) == whole
+
+
+@pytest.mark.parametrize(("family", "end"), [("smollm2", "<|endoftext|>"), ("llama3.1", "<|end_of_text|>")])
+def test_an_end_token_that_no_template_writes_is_not_a_part_of_the_message(family: str, end: str) -> None:
+    tokenizer = make_tokenizer(family)
+    stray = tokenizer.convert_tokens_to_ids(end)
+    setting = _setting(tokenizer)
+    call, answer = setting.written(_calling("flux"), _answering("Smiljan"))
+    played, _ = setting.play([*call[:-1], stray], [*answer[:-1], stray])
+    assert [turn.kind for turn in played.turns] == ["tool", "answer"] and played.reward == 1
 
 
 def test_reasoning_of_a_demonstration_is_written_as_the_template_does(family: str, setting: Setting) -> None:

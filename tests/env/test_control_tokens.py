@@ -12,9 +12,10 @@ import pytest
 
 from sorl_env import Example, Task, ToolUseEnv
 from sorl_env.envs.prompts import make_codec
+from sorl_env.errors import UserError
 from sorl_env.tool import as_tool
 from sorl_env.turns.tags import ParsedTurn
-from sorl_env.turns.tokens import control_tokens, encode_prompt, encode_text
+from sorl_env.turns.tokens import TagCodec, control_tokens, encode_prompt, encode_text
 
 from .chat_templates import FAMILIES, make_tokenizer
 
@@ -73,6 +74,9 @@ def test_the_tags_of_the_format_keep_their_tokens() -> None:
     ids = encode_prompt(tokenizer, text, tools=["search"], use_chat_template=False)
     assert [tokenizer.decode([i]) for i in controls(tokenizer, ids)] == ["<think>", "<search>", "</search>"]
     assert len(controls(tokenizer, encode_prompt(tokenizer, text, use_chat_template=False))) == 1
+    # special tokens are left out of a turn's text, so these would never end a turn
+    with pytest.raises(UserError, match=r"</search>, <search> as special tokens.*special_tokens=False"):
+        TagCodec(tokenizer, ("</search>", "</answer>"), use_chat_template=False, is_raw=False)
 
 
 @pytest.mark.parametrize("format_name", ["tags", "tool_calls"])

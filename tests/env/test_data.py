@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import gzip
 import hashlib
 import json
@@ -9,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +87,16 @@ def test_an_unreadable_row_is_named_by_file_and_line(
     assert str(caught.value).startswith(f"{file}:4: {problem}")
 
 
+def test_rows_and_examples_that_do_not_fit_are_named(task: Task, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"answers": []}')
+    first = dataclasses.replace(task, parse_row=lambda row: row["answers"][0])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: not a row of task toy: list index"):
+        load_examples(first, tmp_path / "rows.jsonl")
+    dated = Example("r", "q", metadata={"when": datetime.date(2026, 1, 1)})
+    with pytest.raises(UserError, match=r"example 'r': its metadata must hold JSON values: .*date"):
+        load_examples(dataclasses.replace(task, embedded=lambda split: [dated]), None)
+
+
 def test_broken_containers_are_named(task: Task, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
     whole = gzip.compress(jsonl(ROWS))
@@ -124,8 +137,14 @@ def test_a_sample_says_once_that_it_is_one(
     ]
 
 
+class DatasetsError(Exception):
+    """The base of what `datasets` raises for damaged data."""
+
+
 class FakeHub:
     """Stands in for the `datasets` package: what it was asked for, and rows or an error."""
+
+    exceptions = SimpleNamespace(DatasetsError=DatasetsError)
 
     def __init__(self, result: list[dict[str, Any]] | Exception) -> None:
         self.result = result
@@ -165,7 +184,8 @@ def test_the_hub(
 
 
 def test_what_the_hub_refuses_is_passed_on(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (ConnectionError("offline"), FileNotFoundError("no data set"), ValueError("Unknown split")):
+    refused = (ConnectionError("offline"), FileNotFoundError("no data set"), ValueError("Unknown split"))
+    for error in (*refused, DatasetsError("damaged")):
         monkeypatch.setitem(sys.modules, "datasets", FakeHub(error))
         with pytest.raises(UserError, match=f"hf:a/b, split 'train': {error}"):
             load_examples(task, "hf:a/b")

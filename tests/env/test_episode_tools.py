@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sorl_env import Limits, Task, ToolUnavailableError, ToolUseEnv
+from sorl_env.errors import UserError
 from sorl_env.rollout import RolloutJob, RolloutSettings, SampledTurn, SamplingParams, collect
 from sorl_env.trajectory import Trajectory
 
@@ -93,7 +94,8 @@ class Scripted:
         await asyncio.sleep(self.draw.random() * 0.004)
         at = self.at[session] = self.at.get(session, -1) + 1
         ids = [ord(c) if isinstance(c, str) else c for c in self.scripts[session][at]]
-        return SampledTurn(ids, [0.0] * len(ids), "stop")
+        cut = len(ids) >= params.max_new_tokens
+        return SampledTurn(ids, [0.0] * len(ids), "length" if cut else "stop")
 
     def release(self, session: str) -> None:
         self.at.pop(session, None)
@@ -160,8 +162,32 @@ def test_what_is_no_stateful_tool(make_task: Callable[..., Task]) -> None:
         def new_episode(self, example: Any, seed: int) -> Notebook:
             return self
 
-    with pytest.raises(TypeError, match="new_episode must return another tool of that name"):
+    with pytest.raises(UserError, match="new_episode must return another tool of that name"):
         ToolUseEnv(make_task(tools=[Same()])).reset(seed=0)
+
+
+def test_a_tool_that_cannot_begin_an_episode_ends_that_episode_alone(
+    make_task: Callable[..., Task], notebook: Notebook
+) -> None:
+    class Full(Notebook):
+        name = "full"
+
+        def new_episode(self, example: Any, seed: int) -> Notebook:
+            if example.id.endswith("1"):
+                raise ConnectionError("the sandbox is full")
+            made = Full(seed, opened=self.opened)
+            self.opened.append(made)
+            return made
+
+    env = ToolUseEnv(make_task(tools=[notebook, Full(opened=notebook.opened)]))
+    ids = [example.id for example in env.examples.examples]
+    broken = next(at for at, name in enumerate(ids) if name.endswith("1"))
+    other = (broken + 1) % 6
+    answer = ["<think>b</think><answer>x</answer>"]
+    first, second = roll_out(env, {str(broken): answer, str(other): answer})
+    assert first.excluded and not first.turns
+    assert first.error == "tool full cannot begin an episode: ConnectionError: the sandbox is full"
+    assert second.stop_reason == "answer" and notebook.opened == []
 
 
 # --- the time that tools take -------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ def test_a_turn_of_another_form_is_not_an_action() -> None:
 
 
 def test_our_own_environment_through_gymnasium_is_itself() -> None:
+    one: Any = open_env(load_task("gym:sorl/MiniHop-v0", format="raw", stop="</search>"))
+    assert one.stop == ("</search>",)
     task = load_task("gym:sorl/MiniHop-v0", format="raw", stop=["</search>", "</answer>"])
     turn = "<think>a</think><search>headquarters</search>"
     prompt, (result,) = play(task, [turn])
@@ -96,6 +98,11 @@ def test_splits_share_no_episode() -> None:
         ("gym:FrozenLake-v1", {"wrapper": "no.such:Thing"}, "no module 'no'"),
         ("gym:FrozenLake-v1", {"wrapper": f"{WRAPPERS}:repr"}, "no repr there|returned a str"),
         ("gym:FrozenLake-v1", {**LAKE, "kwargs": {"map": 3}}, "task_args.kwargs.*map"),
+        (
+            "gym:FrozenLake-v1",
+            {**LAKE, "kwargs": {"map_name": "9x9"}},
+            "KeyError: '9x9'.*correct task_args.kwargs",
+        ),
         ("gym:FrozenLake-v1", {**LAKE, "format": "xml"}, "format must be action or raw"),
         ("gym:FrozenLake-v1", {**LAKE, "examples": 0}, "examples must lie between 1"),
         ("gym:FrozenLake-v1", {**LAKE, "timeout_s": float("nan")}, "timeout_s must be above 0"),

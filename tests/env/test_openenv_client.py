@@ -133,6 +133,8 @@ def test_what_the_policy_does_wrong_it_reads() -> None:
     with server(on_step(refused)) as url:
         _, results = play(url, "go", "on")
     assert all("too short" in r.observation and not r.ended for r in results)
+    with server(lambda _: refused) as url, pytest.raises(ToolUnavailableError, match="begins no episode"):
+        play(url)
     two = {"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]}
     with server(lambda message: observation(json.dumps(message["data"]), 0), action=two) as url:
         _, results = play(url, '{"x": 1, "y": 2}', "north", "[1]", "{" * 9)

@@ -74,6 +74,7 @@ def test_signatures_without_usable_types_are_refused() -> None:
     async def later(query: str) -> str: ...
 
     def answer(text: str) -> str: ...
+    def unknown(text: str) -> Somewhere: ...  # type: ignore[name-defined]  # noqa: F821
 
     for function, problem in (
         (variadic, "cannot be passed by name"),
@@ -82,6 +83,7 @@ def test_signatures_without_usable_types_are_refused() -> None:
         (object(), "is not a tool: give a function"),
         (lambda query: query, "parameter 'query' needs a type hint"),
         (eval, "no signature|no type hints|needs a type hint|cannot be passed by name"),
+        (unknown, "unknown: a type hint cannot be read.*Somewhere.*outside of TYPE_CHECKING"),
     ):
         with pytest.raises((TypeError, ValueError), match=problem):
             as_tool(function)  # type: ignore[arg-type]

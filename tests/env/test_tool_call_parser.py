@@ -1,10 +1,12 @@
 """The parser of tool calls: each family's form, and each way in which a message can be wrong."""
 
 import json
+from typing import Literal
 
 import pytest
 
 from sorl_env.tool import as_tool
+from sorl_env.tool.schema import find_problem
 from sorl_env.turns.format import neutralise_controls
 from sorl_env.turns.tags import FormatError
 from sorl_env.turns.tool_calls import GEMMA, JSON, MISTRAL, TAGGED, parse_message, write_call
@@ -118,6 +120,21 @@ def test_what_is_wrong_with_a_message_has_a_type(text: str) -> None:
     turn = parse_message(text, TOOLS)
     assert (turn.kind, turn.content, turn.error) == ("invalid", "", WRONG[text])
     assert turn.detail and len(turn.detail) < 300
+
+
+def test_a_parameter_written_as_text_is_what_its_schema_allows() -> None:
+    def book(
+        title: str, year: str | None = None, edition: Literal[1, 2] = 1, kind: Literal["1", "x"] = "x"
+    ) -> str:
+        """Find a book."""
+        return title
+
+    written = {"title": "1984", "year": "1949", "edition": "2", "kind": "1"}
+    parameters = "".join(f"<parameter={name}>{text}</parameter>" for name, text in written.items())
+    text = f"<tool_call><function=book>{parameters}</function></tool_call>"
+    tool = as_tool(book)
+    arguments = json.loads(parse_message(text, [tool]).content)
+    assert arguments == {**written, "edition": 2} and find_problem(arguments, tool.schema) is None
 
 
 def test_another_familys_markers_are_text_for_a_known_template() -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from sorl_env import Example, Limits, Task, ToolSettings, ToolUnavailableError, ToolUseEnv
+from sorl_env.commands.check import requests
 from sorl_env.commands.check_task import check_task, main
 from sorl_env.rewards import answer_match, exact_match
 from tests.env.test_episode_tools import Characters
@@ -78,6 +79,20 @@ def test_a_task_without_gold_answers_needs_an_expert() -> None:
         "expert": "solves 0 of 1, gives up on 1: the tools do not return what it needs, so it can demonstrate nothing"
     }
     assert failures(expert=lambda *_: None) == {}  # here gold answers show that the reward can be reached
+
+
+def test_a_parameter_may_be_of_any_type() -> None:
+    """As one of MCP that pydantic describes elsewhere ($ref) is."""
+
+    class Anything:
+        name, description, inline = "anything", "take it", True
+        schema: Mapping[str, Any] = {"properties": {"x": {}}, "required": ["x", "undescribed"]}
+
+        def __call__(self, **arguments: Any) -> str:
+            return "done"
+
+    (request,) = requests(Anything(), "word")
+    assert json.loads(request.argument) == {"x": "word", "undescribed": "word"}
 
 
 def test_the_experts_turns_have_to_survive_the_tiny_policys_blanks() -> None:

@@ -246,6 +246,12 @@ def test_vocabulary_is_closed(world: World) -> None:
         ({"hops": (2, 2)}, "different numbers"),
         ({"reasoning": 0}, "reasoning=0"),
         ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 2.5}, "top_k=2.5: give a whole number"),
+        ({"reasoning": 1.5}, "reasoning=1.5: give a whole number"),
+        ({"train_questions": -5}, "train_questions=-5: give a whole number from 1"),
+        ({"lookalikes": -3}, "lookalikes=-3: give at least 1"),
+        ({"lookalikes": float("nan")}, "lookalikes=nan"),
+        ({"test_share": float("nan")}, "test_share=nan: give a share between 0 and 1"),
     ],
 )
 def test_knobs_out_of_range(knobs: dict[str, Any], message: str) -> None:

@@ -59,6 +59,16 @@ def test_the_expert_plays(play: Play) -> None:
     assert "You have" not in out
 
 
+def test_input_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a caf\xe9\n"), encoding="utf-8"))
+    assert main(["nq", "--index", "0"]) == 1
+    assert (
+        "sorl-play: the input is not utf-8 text (invalid continuation byte): corr" in capsys.readouterr().err
+    )
+
+
 def test_ctrl_c_is_calm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(prompt: str) -> str:
         raise KeyboardInterrupt

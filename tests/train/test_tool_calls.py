@@ -138,6 +138,7 @@ def test_settings_that_do_not_go_with_it_are_named() -> None:
     with pytest.raises(UserError, match="format"):
         load_config("minihop", {"format": "calls"})
     assert start_folder(short_config()) != start_folder(short_config(format="tool_calls"))
+    assert start_folder(short_config()) != start_folder(short_config(hardware__dtype="bfloat16"))
 
 
 def scripted(env: ToolUseEnv, tokenizer: Any) -> Scripted:

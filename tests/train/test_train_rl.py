@@ -25,6 +25,7 @@ from sorl_train import engine
 from sorl_train.algorithms import ALGORITHMS
 from sorl_train.cli import main
 from sorl_train.engine import LocalEngine
+from sorl_train.models.policy import load_critic
 from sorl_train.run import recorder
 from sorl_train.run.files import read_jsonl as read_metrics
 from sorl_train.run.folder import RunDir
@@ -321,10 +322,13 @@ def test_one_on_policy_step_needs_no_scoring_pass(monkeypatch: pytest.MonkeyPatc
         assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-3)
 
 
-def test_supervised_stage(tmp_path: Path) -> None:
+def test_supervised_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It loads neither the critic of so_ppo nor the reference of its KL."""
     from sorl_train.train_sft import run
 
-    config = short_config(stage="sft", sft__steps=150, sft__lr=5e-3)
+    monkeypatch.delattr("sorl_train.engine.load_critic")
+    monkeypatch.delattr(LocalEngine, "_load_reference")
+    config = short_config(stage="sft", sft__steps=150, sft__lr=5e-3, loss__kl_coef=0.01)
     run_dir = RunDir.create(tmp_path / "run", config)
     summary = run(config, run_dir, QuietDisplay(), False)
     losses = [line["sft/loss"] for line in read_metrics(run_dir.metrics) if "sft/loss" in line]
@@ -347,6 +351,8 @@ def test_lora_resumes_exactly_and_its_checkpoints_are_plain_folders(tmp_path: Pa
     folder = whole.checkpoints / "step_000004" / "policy"
     plain, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
+    loaded = [file.name for file in folder.glob("*.safetensors")]  # by vLLM
+    assert loaded == ["model.safetensors"]
     base = AutoModelForCausalLM.from_pretrained(resolve_model(short_config(**settings), QuietDisplay()))
     moved = [n for n, p in plain.named_parameters() if not torch.equal(p, base.get_parameter(n))]
     assert moved and all("proj" in name for name in moved)
@@ -367,8 +373,21 @@ def test_a_teacher_has_to_share_the_tokenizer_and_its_kl_is_what_falls(
     lines = read_metrics(run_dir.metrics)[1:]
     assert lines[-1]["loss/ref_kl"] < 0.5 * lines[0]["loss/ref_kl"]
     assert all(line["loss/signal_frac"] == 0.0 for line in lines)
+    events = read_metrics(run_dir.events) if run_dir.events.exists() else []
+    assert lines[0]["rollout/success"] == 0.0 and "in_vain" not in {event["kind"] for event in events}
+    assert "teacher" in run_dir.read_manifest()  # a resume refuses another one
     model, tokenizer = random_policy
     for saved in (model, tokenizer):
         saved.save_pretrained(tmp_path / "stranger")
-    with pytest.raises(UserError, match="another tokenizer"):
-        train_short(tmp_path / "other", **options | {"loss__kl_model": str(tmp_path / "stranger")})
+    stranger = str(tmp_path / "stranger")
+    load_critic(stranger).save(tmp_path / "critic")  # has no tokenizer, and fewer tokens
+    shorter = {"model": tiny_folder, "algo": "so_ppo"}
+    for number, setting in enumerate(
+        (
+            {**options, "loss__kl_model": stranger},
+            {**shorter, "critic": stranger},
+            {**shorter, "critic": str(tmp_path / "critic")},
+        )
+    ):
+        with pytest.raises(UserError, match="another tokenizer"):
+            train_short(tmp_path / f"other{number}", **setting)

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from sorl_env.errors import UserError, install_command
+from sorl_env.errors import UserError, http_address, install_command
 
 TOKEN_VARIABLE = "SORL_ENCODER_TOKEN"
 TIMEOUT_S = 120.0
@@ -154,13 +154,7 @@ class RemoteEncoder(Encoder):
         self._url = f"{address.rstrip('/')}/embeddings"
         token = os.environ.get(TOKEN_VARIABLE)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        try:
-            if httpx.URL(address).scheme not in ("http", "https") or not httpx.URL(address).host:
-                raise httpx.InvalidURL("it begins with neither http:// nor https://")
-        except httpx.InvalidURL as error:
-            raise UserError(
-                f"encoder={address!r}: {error}; give an address such as http://127.0.0.1:8080/v1"
-            ) from error
+        http_address(address, "encoder", "http://127.0.0.1:8080/v1")
         self._client = httpx.Client(headers=headers, timeout=TIMEOUT_S)
         self.dim = 0  # whatever the first vector has
         self._probes = self._embed(list(PROBES), QUERY_BATCH)

@@ -52,8 +52,15 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """``sha256:..`` of the hashes of the files: equal for indexes that give equal answers."""
+        """``sha256:..`` of the files' hashes and of what else answers depend on: equal for equal answers."""
         lines = [f"{name}\0{entry['sha256']}\n" for name, entry in sorted(self.files.items())]
+        dense = self.parameters.get("dense", {})
+        asked = {
+            "hybrid": self.parameters.get("hybrid"),
+            **{name: dense.get(name) for name in ("query_prefix", "settings")},
+        }
+        if self.backend != "bm25":
+            lines.append(json.dumps(asked, sort_keys=True))
         return f"sha256:{hashlib.sha256(''.join([self.backend, *lines]).encode()).hexdigest()}"
 
     @property

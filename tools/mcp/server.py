@@ -7,8 +7,8 @@ with an event loop (anyio's ``BlockingPortal``) that all servers of the process 
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
-import contextlib
 import functools
 import math
 import os
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.from_thread import BlockingPortal
 
-from sorl_env.errors import UserError, install_command
+from sorl_env.errors import UserError, http_address, install_command
 from sorl_env.tool import ToolInputError, ToolUnavailableError
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class Target:
         if not isinstance(server, str):
             self.name = f"{type(server).__name__} {getattr(server, 'name', '')}".strip()
         elif server.startswith(("http://", "https://")):
-            self.name = _checked_address(server)
+            address = http_address(server, "mcp", "http://127.0.0.1:8301/mcp")
+            self.name = str(address.copy_with(userinfo=b""))
         else:
             self._command = _split(server)
             self.name = server
@@ -117,20 +118,6 @@ def limited_client() -> httpx2.AsyncClient:
     )
 
 
-def _checked_address(address: str) -> str:
-    import httpx
-
-    try:
-        url = httpx.URL(address)
-    except httpx.InvalidURL as error:
-        raise UserError(f"mcp:{address}: not an address ({error})") from error
-    if not url.host:
-        raise UserError(
-            f"mcp:{address}: the address has no host; give one such as mcp:http://127.0.0.1:8301/mcp"
-        )
-    return str(url.copy_with(userinfo=b""))
-
-
 def _split(command: str) -> list[str]:
     try:
         parts = shlex.split(command)
@@ -147,6 +134,14 @@ MAX_PAGES = 100  # of a listing of tools
 CLOSE_S = 8.0  # a command gets about six seconds to end before it is killed
 _MAX_REASON_CHARS = 500
 _lock = threading.Lock()
+_ending: set[concurrent.futures.Future[Any]] = set()  # connections that are being closed
+os.register_at_fork(after_in_child=_ending.clear)  # another process closes those
+
+
+@atexit.register
+def _wait_for_ends() -> None:
+    """Otherwise a command that ends slowly would outlive this process."""
+    concurrent.futures.wait(_ending, CLOSE_S + 1.0)
 
 
 @functools.cache
@@ -192,9 +187,10 @@ class _Connection:
     def close(self, *, wait: bool = False) -> None:
         """End the connection; one that does not end within ``CLOSE_S`` is given up."""
         self._portal.start_task_soon(self._done.set)
+        _ending.add(self._task)
+        self._task.add_done_callback(_ending.discard)
         if wait:
-            with contextlib.suppress(Exception, concurrent.futures.CancelledError):
-                self._task.result(CLOSE_S + 1.0)
+            concurrent.futures.wait([self._task], CLOSE_S + 1.0)
 
 
 class McpServer:
@@ -238,12 +234,15 @@ class McpServer:
         listed: tuple[list[mcp_types.Tool], str] = self._use(read)
         return listed
 
-    def close(self) -> None:
-        """Close the connection, and end the process of a command."""
+    def close(self, *, wait: bool = True) -> None:
+        """Close the connection, and end the process of a command; without ``wait`` in the background."""
+        if not wait and self._lock.locked():  # a thread is connecting, which takes up to ``timeout_s``
+            threading.Thread(target=self.close, daemon=True).start()
+            return
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None and self._pid == os.getpid():
-            connection.close(wait=True)
+            connection.close(wait=wait)
 
     def _use(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
         from mcp import MCPError

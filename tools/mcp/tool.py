@@ -76,6 +76,10 @@ class EpisodeTool(McpTool):
         """The tool for one episode, when it is the server's only one; a toolbox asks the group."""
         return self.group.new_episode(example, seed)[self.name]
 
+    def close(self) -> None:
+        """Close the episode's connection, without waiting: other episodes go on in the same event loop."""
+        self.server.close(wait=False)
+
 
 class EpisodeGroup:
     """The tools of one server in one episode, by name, which share its connection and its state."""

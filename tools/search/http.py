@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, http_address
 from sorl_env.text import read_json, valid_text
 from sorl_env.tool import ToolInputError, ToolReply, ToolUnavailableError
 from sorl_tools.corpus import Passage, format_passages
@@ -77,8 +77,9 @@ class ReplyCache:
             file.execute("DELETE FROM replies WHERE rowid <= last_insert_rowid() - ?", (self._max_replies,))
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, after what another thread reads or writes: SQLite crashes if it is closed in between."""
+        with self._lock:
+            self._file.close()
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -129,7 +130,7 @@ class HttpSearch:
         token: str | None = None,
     ) -> None:
         self.urls = _addresses(url)
-        self.url = ",".join(self.urls)
+        self.url = ",".join(map(_shown, self.urls))
         self.top_k = top_k
         self.cache = cache
         self._timeout_s = timeout_s
@@ -225,7 +226,7 @@ class HttpSearch:
         told = response.headers.get(FINGERPRINT_HEADER)
         if told and told != self._fingerprint:
             if self._fingerprint:
-                logger.warning("%s searches another index now: %s", response.request.url, told)
+                logger.warning("%s searches another index now: %s", _shown(response.request.url), told)
             self._fingerprint = told
         if self.cache is not None:
             self.cache.put((told or self.url, self.top_k, query), passages)
@@ -269,19 +270,16 @@ def check_query(query: str) -> str:
     return valid_text(query)
 
 
+def _shown(url: str | httpx.URL) -> str:
+    """An address without the token that may stand in it as the password: it goes into trajectories and manifests."""
+    return str(httpx.URL(url).copy_with(userinfo=b""))
+
+
 def _addresses(url: str | Sequence[str]) -> tuple[str, ...]:
     """The addresses in a list or separated by commas, with ``/retrieve`` added to those without a path."""
     found: list[str] = []
     for one in [text.strip() for text in (url.split(",") if isinstance(url, str) else url)] or [""]:
-        try:
-            parsed = httpx.URL(one)
-        except httpx.InvalidURL as error:
-            raise UserError(f"search_url={one!r}: {error}") from error
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise UserError(f"search_url={one!r}: give an address such as http://127.0.0.1:8301/retrieve")
-        # the system would take the remainder of a division by 65536 for the port
-        if parsed.port is not None and not 0 < parsed.port < 1 << 16:
-            raise UserError(f"search_url={one!r}: a port lies between 1 and 65535, it is {parsed.port}")
+        parsed = http_address(one, "search_url", "http://127.0.0.1:8301/retrieve")
         found.append(str(parsed.copy_with(path="/retrieve") if parsed.path in ("", "/") else parsed))
     if len(set(found)) < len(found):
         raise UserError(f"search_url={url!r}: an address is given twice")
@@ -291,7 +289,7 @@ def _addresses(url: str | Sequence[str]) -> tuple[str, ...]:
 class _Body:
     """Collects a reply's body, which may be neither larger than ``MAX_REPLY_BYTES`` nor slower than ``timeout_s``."""
 
-    def __init__(self, url: Any, timeout_s: float) -> None:
+    def __init__(self, url: str | httpx.URL, timeout_s: float) -> None:
         self._url = url
         self.content = bytearray()
         self._ends_at = time.monotonic() + timeout_s
@@ -300,9 +298,11 @@ class _Body:
         """Add the next part. Raises ToolUnavailableError beyond the limits."""
         self.content += chunk
         if len(self.content) > MAX_REPLY_BYTES:
-            raise ToolUnavailableError(f"{self._url}: the reply has more than {MAX_REPLY_BYTES} bytes")
+            raise ToolUnavailableError(
+                f"{_shown(self._url)}: the reply has more than {MAX_REPLY_BYTES} bytes"
+            )
         if time.monotonic() > self._ends_at:
-            raise ToolUnavailableError(f"{self._url}: the reply takes too long")
+            raise ToolUnavailableError(f"{_shown(self._url)}: the reply takes too long")
 
 
 @contextmanager
@@ -313,21 +313,23 @@ def _noting(url: str, outages: list[ToolUnavailableError]) -> Iterator[None]:
     except ToolUnavailableError as error:
         outages.append(error)
     except httpx.RequestError as error:
-        outages.append(ToolUnavailableError(f"{url}: {type(error).__name__}: {error}"))
+        outages.append(ToolUnavailableError(f"{_shown(url)}: {type(error).__name__}: {error}"))
         outages[-1].__cause__ = error
 
 
 def _read_passages(response: httpx.Response, content: bytes) -> list[Passage]:
-    status, url = response.status_code, response.request.url
-    quoted = repr(content[:200].decode("utf-8", "replace"))
+    status = response.status_code
+    if 200 <= status < 300:
+        try:
+            (hits,) = read_json(content)["result"]
+            return [Passage.from_row(hit["document"]) for hit in hits]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ToolUnavailableError(
+                f"{_shown(response.request.url)} breaks the protocol: {content[:200].decode('utf-8', 'replace')!r}"
+            ) from error
+    said = f"{_shown(response.request.url)} answered {status}: {content[:200].decode('utf-8', 'replace')!r}"
     if status >= 500 or status in (408, 429):
-        raise ToolUnavailableError(f"{url} answered {status}: {quoted}")
+        raise ToolUnavailableError(said)
     if status in (401, 403):
-        raise ValueError(f"{url} answered {status}: {quoted}; set {TOKEN_VARIABLE} to its token")
-    if not 200 <= status < 300:
-        raise ValueError(f"{url} answered {status}: {quoted}; is search_url its /retrieve?")
-    try:
-        (hits,) = read_json(content)["result"]
-        return [Passage.from_row(hit["document"]) for hit in hits]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ToolUnavailableError(f"{url} breaks the protocol: {quoted}") from error
+        raise ValueError(f"{said}; set {TOKEN_VARIABLE} to its token")
+    raise ValueError(f"{said}; is search_url its /retrieve?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -49,6 +50,14 @@ def test_a_flipped_bit_or_a_cut_in_any_file_is_refused(good: Path, tmp_path: Pat
                 assert "again" in str(error) or "sorl-index build" in str(error)
             else:  # white space at the end of the manifest
                 assert name == "manifest.json" and found == wanted
+
+
+@pytest.mark.parametrize("part", [("hybrid", "rrf_k"), ("hybrid", "depth"), ("dense", "query_prefix")])
+def test_whatever_changes_answers_changes_the_hash(good: Path, part: tuple[str, str]) -> None:
+    manifest, (section, name) = read_manifest(good), part
+    changed = {**manifest.parameters, section: {**manifest.parameters[section], name: "other"}}
+    assert dataclasses.replace(manifest, parameters=changed).hash != manifest.hash
+    assert dataclasses.replace(manifest, built_at="later").hash == manifest.hash
 
 
 def test_files_of_another_index_are_refused(good: Path, tmp_path: Path, tiny_model: Path) -> None:

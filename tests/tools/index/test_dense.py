@@ -145,11 +145,14 @@ def test_a_stopped_embedding_goes_on_and_ends_the_same(
         return embed(self, texts, batch_size)
 
     monkeypatch.setattr(LocalEncoder, "passages", stop_at_third)
+    with pytest.raises(UserError, match=r"FAISS knows no such index of .* give another kind"):
+        build([corpus], tmp_path / "index", "dense", dense=DenseOptions(str(tiny_model), faiss="PQ7x4fsX"))
+    assert not embedded
     with pytest.raises(KeyboardInterrupt):
-        build([corpus], tmp_path / "index", "dense", dense=options)
+        build([corpus], tmp_path / "index", "hybrid", dense=DenseOptions(str(tiny_model), faiss="flat"))
     with (tmp_path / "index" / "embedded.f32").open("ab") as file:
         file.write(b"half a vector")  # what kill -9 may leave
-    other = DenseOptions(model=str(tiny_model), faiss="sq8", query_prefix="x")
+    other = DenseOptions(model=str(tiny_model), faiss="sq8", passage_prefix="x")
     with pytest.raises(UserError, match="finish that build with its own command, or add --restart"):
         build([corpus], tmp_path / "index", "dense", dense=other)
     assert build([corpus], tmp_path / "index", "dense", dense=options).hash == whole.hash
@@ -272,7 +275,8 @@ def test_factories(corpus: Path, tiny_model: Path, tmp_path: Path) -> None:
     assert dense_build.factory_string("ivfpq", 384, 21_000_000) == "IVF16384,PQ384x4fs"
     assert dense_build.factory_string("pq", 768, 10) == "PQ768x4fs"
     assert dense_build.factory_string("IVF10,Flat", 8, 10) == "IVF10,Flat"
-    for refused in ("NOPE", "IVF1000,Flat"):
-        with pytest.raises(UserError, match=f"--faiss {refused}: FAISS cannot index 310 vectors of 32"):
+    refusals = {"NOPE": "knows no such index of 32", "IVF1000,Flat": "cannot index 310 vectors of 32"}
+    for refused, why in refusals.items():
+        with pytest.raises(UserError, match=f"--faiss {refused}: FAISS {why} elements"):
             options = DenseOptions(model=str(tiny_model), faiss=refused)
             build([corpus], tmp_path / "index", "dense", dense=options, restart=True)

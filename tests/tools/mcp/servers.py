@@ -80,6 +80,8 @@ def lie(what: str) -> None:
             answer(identity, {"tools": LISTINGS.get(what, [{"name": "shelf", "inputSchema": SCHEMA}])})
         elif method == "tools/call":
             call(what, identity)
+    if what == "linger":  # after the end of its input
+        time.sleep(3600)
 
 
 def text(said: str) -> dict[str, Any]:

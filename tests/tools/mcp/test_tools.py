@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 from sorl_env.errors import UserError
 from sorl_env.tool import ToolCall, ToolRequest, ToolUnavailableError
 from sorl_env.tool.toolbox import Toolbox
-from sorl_tools.mcp import mcp_tools
+from sorl_tools.mcp import McpServer, mcp_tools, server
 
 from ...waiting import wait_until
 from . import servers
@@ -96,16 +97,41 @@ def test_calls_on_an_event_loop_and_side_by_side(box: Box) -> None:
     assert replies == list(servers.STOCK.values()) * 10
 
 
-def test_a_server_that_keeps_state_is_one_for_each_episode(box: Box) -> None:
+def test_a_server_that_keeps_state_is_one_for_each_episode(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends in the background, because other episodes go on in the event loop."""
+    waits: list[bool] = []
+    close = server._Connection.close
+    monkeypatch.setattr(
+        server._Connection, "close", lambda self, *, wait=False: (waits.append(wait), close(self, wait=wait))
+    )
     toolbox = box(command("liar", "pid"), per_episode=True)
     assert toolbox.stateful == {"shelf"}
     first, second = toolbox.for_episode(None, 0), toolbox.for_episode(None, 0)
     pids = [ask(one, "shelf", "x").reply for one in (first, second, first)]
     assert pids[0] == pids[2] != pids[1]
     assert not any(running(int(pid)) is False for pid in pids)
+    waits.clear()
     first.close(only=first.stateful)
     second.close(only=second.stateful)
-    assert not running(int(pids[0])) and not running(int(pids[1]))
+    assert waits == [False, False]
+    wait_until(lambda: not running(int(pids[0])) and not running(int(pids[1])))
+
+
+@pytest.mark.slow
+def test_a_slow_end_is_waited_for_at_the_end_of_the_process() -> None:
+    """Of the server of an episode that ended just before."""
+    program = """if True:
+        import sys
+        from sorl_env.tool import ToolRequest
+        from sorl_env.tool.toolbox import Toolbox
+        from sorl_tools.mcp import mcp_tools
+        episode = Toolbox(mcp_tools(sys.argv[1], per_episode=True)).for_episode(None, 0)
+        print(episode.call(ToolRequest("shelf", "x")).reply)
+        episode.close(only=episode.stateful)
+    """
+    words = [sys.executable, "-c", program, command("liar", "linger")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not running(int(done.stdout)), done.stderr
 
 
 def test_a_shared_server_is_one_for_all(box: Box) -> None:
@@ -235,3 +261,14 @@ def test_no_server(server: str, message: str) -> None:
 def test_a_server_that_hangs_when_it_starts() -> None:
     with pytest.raises(UserError, match="no reply within 2 s"):
         mcp_tools(command("liar", "hang", "at", "once"), 2.0)
+
+
+def test_an_episode_that_ends_while_its_server_starts_does_not_wait_for_it() -> None:
+    hanging = McpServer(command("liar", "hang", "at", "once"), 4.0, keeps_state=True)
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(hanging.call, "search", {})
+        wait_until(hanging._lock.locked)
+        hanging.close(wait=False)
+        assert not call.done()
+        with pytest.raises(ToolUnavailableError, match="no reply within 4 s"):
+            call.result()

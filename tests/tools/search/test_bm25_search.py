@@ -38,6 +38,7 @@ def test_passage_from_search_r1_row() -> None:
         "7", 'A "B" C', "first second"
     )
     assert Passage.from_row({"contents": "no title"}) == Passage("", "", "no title")
+    assert Passage.from_row({"contents": '""Heroes" (an album)"\nx'}).title == '"Heroes" (an album)'
     assert Passage.from_row({"id": None, "text": "a", "title": None}) == Passage("", "", "a")
 
 

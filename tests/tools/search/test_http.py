@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import sqlite3
 import threading
@@ -56,6 +57,19 @@ def test_protocol(server: LoopbackServer, search: HttpSearch) -> None:
     assert reply.hits == 2
     server.respond = lambda request: (200, b'{"result": [[]]}')
     assert search("x").text == "No passages found."
+
+
+def test_a_token_in_the_address_is_sent_and_never_told(server: LoopbackServer) -> None:
+    search = HttpSearch(server.address.replace("//", "//any:s3cret@"))
+    search("who?")
+    assert server.requests[0]["token"] == f"Basic {base64.b64encode(b'any:s3cret').decode()}"
+    assert search.fingerprint == f"{server.address}/retrieve"
+    for reply in ((500, b""), (404, b""), (0, b""), (200, b"{}")):
+        server.respond = lambda request, reply=reply: reply  # type: ignore[misc]
+        with pytest.raises((ToolUnavailableError, ValueError), match=server.address) as told:
+            search("who?")
+        assert "s3cret" not in str(told.value)
+    search.close()
 
 
 def test_connections_are_pooled(server: LoopbackServer, search: HttpSearch) -> None:
@@ -215,3 +229,23 @@ def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path: Path) -> None:
         cache.put(key("a"), [Passage("0", "", "x" * 200_000)])
     assert cache.get(key("a")) is None
     cache.close()
+
+
+def test_a_cache_closed_while_others_read_is_an_error_and_no_crash() -> None:
+    """An episode that ends at its deadline leaves its search to its thread."""
+    for _ in range(200):
+        cache, ended = ReplyCache(), []
+
+        def read(cache: ReplyCache = cache, ended: list[str] = ended) -> None:
+            with pytest.raises(OSError, match="closed") as caught:
+                while True:
+                    cache.get(key("a"))
+            ended.append(str(caught.value))
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        cache.close()
+        for reader in readers:
+            reader.join()
+        assert len(ended) == 2

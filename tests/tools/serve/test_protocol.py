@@ -10,7 +10,13 @@ import pytest
 
 from sorl_tools.corpus import Passage
 from sorl_tools.http_server.app import RequestError
-from sorl_tools.serve.protocol import RequestLimits, RetrieveRequest, encode_result, parse_request
+from sorl_tools.serve.protocol import (
+    RequestLimits,
+    RetrieveRequest,
+    contents_of,
+    encode_result,
+    parse_request,
+)
 
 LIMITS = RequestLimits(max_queries=3, max_query_chars=5, max_top_k=10, default_top_k=4)
 
@@ -23,6 +29,16 @@ class Found(NamedTuple):
 def parse(**fields: Any) -> tuple[tuple[str, ...], int, bool]:
     request = parse_request(json.dumps(fields).encode(), LIMITS)
     return request.queries, request.top_k, request.return_scores
+
+
+def test_a_passage_reads_the_same_behind_the_protocol() -> None:
+    rows = [
+        {"id": "1", "text": "Opening hours: nine to five.\nClosed on Sundays."},
+        {"id": "2", "title": '"Heroes" (album)', "text": "An album."},
+        {"id": "3", "title": "A\nB", "text": "def f():\n    return 1"},
+    ]
+    for passage in map(Passage.from_row, rows):
+        assert Passage.from_row({"id": passage.id, "contents": contents_of(passage)}) == passage
 
 
 def test_what_a_request_says() -> None:

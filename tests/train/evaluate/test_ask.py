@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,9 +30,29 @@ def test_a_dialogue_is_shown_as_in_the_papers_table(expert: Policy, minihop: Too
     assert colours == {"34": "think", "36": "search", "90": "information", "31": "answer"}
 
 
-def test_no_text_talks_to_the_terminal() -> None:
-    shown = render_dialogue(Example("0", "?"), [("<think>\033[2J</think>", "")], ())
-    assert "\033[2J" not in shown and "\N{SYMBOL FOR ESCAPE}[2J" in shown
+def test_no_text_talks_to_the_terminal(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = Example("0", "\033[2J?", ("\x9b2J",), {"A": "\033[2J"})
+    shown = render_dialogue(example, [("<think>\033[2J</think>", "")], ())
+    assert "\033[2J" not in shown and shown.count("\N{SYMBOL FOR ESCAPE}[2J") == 3
+
+    answered = SimpleNamespace(kind="answer", content="\033[2J", text="<answer>\033[2J</answer>")
+    turn = SimpleNamespace(**vars(answered), format_error=None, observation="")
+    dialogue = SimpleNamespace(turns=[turn], stop_reason=SimpleNamespace(value="answer"))
+    monkeypatch.setattr("sorl_train.evaluate.ask.ask", lambda *_: dialogue)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    command = ["--index", "0", "--model", str(run_folder), "--hardware.threads", "1"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "\033[31m<answer>" in printed and "\033[2J" not in printed
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert main(command) == 0
+            assert "\033" not in capsys.readouterr().out
 
 
 def test_a_question_of_ones_own(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

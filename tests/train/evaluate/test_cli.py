@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from sorl_train.config.files import load_config
+from sorl_train.evaluate.arguments import add_options, make_envs, make_parser
 from sorl_train.evaluate.cli import main
 from sorl_train.evaluate.find_policy import find_policy, fingerprint
 from sorl_train.evaluate.results import EvalResultsFile
@@ -62,14 +64,20 @@ def test_a_run_folder_brings_its_task_and_its_best_checkpoint(
     assert (out / "results.jsonl").read_bytes() == before
 
 
-def test_all_names_of_a_checkpoint_are_the_same_policy(run_folder: Path, tmp_path: Path) -> None:
+def test_all_names_of_a_checkpoint_are_the_same_policy(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     best = run_folder / "checkpoints" / "best"
     names = [find_policy(str(path)) for path in (run_folder, best, best / "policy")]
     assert {(source.folder, source.label) for source in names} == {(str(best / "policy"), "small")}
     assert all(source.config is not None and source.config.task == "minihop" for source in names)
     assert names[1].config is not None and names[1].config.task_args["entities"] == WORLD["entities"]
-    step = find_policy(str(run_folder / "checkpoints" / "step_000001"))
+    step_folder = "checkpoints/step_000001"
+    step = find_policy(str(run_folder / step_folder))
     assert step.label == "small-step_000001" and step.run == run_folder
+    for inside, name in (("checkpoints", "step_000001"), (step_folder, "."), (f"{step_folder}/policy", "..")):
+        monkeypatch.chdir(run_folder / inside)
+        assert find_policy(name) == step
 
     copied = tmp_path / "model"
     copied.mkdir()
@@ -177,6 +185,18 @@ def test_an_evaluation_grows(run_folder: Path, tmp_path: Path, capsys: pytest.Ca
         assert (grown / name).read_bytes() == (whole / name).read_bytes()
 
 
+def test_a_refused_evaluation_does_not_bind_its_folder(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(run_folder), "--limits.max_new_tokens", "4", "--out", str(tmp_path / "out"), "--quiet"]
+    assert main([*command, "--limit", "1"]) == 0
+    before = (tmp_path / "out" / "settings.json").read_bytes()
+    failing(capsys, *command, "--limit", "9", "--hardware.device", "tpu")
+    assert (tmp_path / "out" / "settings.json").read_bytes() == before
+    assert (tmp_path / "out" / "summary.json").is_file()
+    assert main([*command, "--limit", "1"]) == 0
+
+
 def test_each_checkpoint_of_a_run_has_a_folder_of_its_own(run_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "small"
     shutil.copytree(run_folder, run)
@@ -207,3 +227,14 @@ def test_an_embedded_sample_is_marked_as_such(run_folder: Path, tmp_path: Path) 
     assert main([str(run_folder), *options]) == 0
     table = (tmp_path / "out" / "table.md").read_text()
     assert "2 questions of the task's embedded sample, which is not the benchmark" in table
+
+
+def test_a_corpus_replaces_the_runs_server_and_its_cache(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": "0", "title": "A river", "text": "flows"}')
+    run = load_config(
+        "quickstart", {"task": "nq", "search.url": "http://127.0.0.1:9", "search.cache": "kept"}
+    )
+    parser = make_parser("sorl-eval")
+    add_options(parser)
+    args = parser.parse_args(["--search.corpus", str(tmp_path / "corpus.jsonl")])
+    assert list(make_envs(args, [], run)) == ["nq"]

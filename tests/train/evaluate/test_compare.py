@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from sorl_env.errors import UserError
+from sorl_train.evaluate.answers import scores
 from sorl_train.evaluate.cli import main
 from sorl_train.evaluate.compare import compare
 from sorl_train.evaluate.intervals import mean_interval
-from sorl_train.evaluate.results import EvalResult
+from sorl_train.evaluate.results import EvalResult, EvalResultsFile
 from sorl_train.evaluate.summary import published, summarize, tables
 
 
@@ -40,6 +41,7 @@ def write(folder: Path, rows: Sequence[EvalResult]) -> str:
     folder.mkdir()
     settings = {"label": folder.name, "tasks": ["minihop"], "modes": ["agent"], "limit": None, "samples": 1}
     (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "summary.json").write_text("{}")
     (folder / "results.jsonl").write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in rows))
     return str(folder)
 
@@ -70,8 +72,9 @@ def test_a_planted_difference_of_three_points_is_found(
 
 def test_only_shared_questions_count_and_modes_can_be_compared(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [row(0, 1.0), row(1, 0.0), row(2, 1.0), row(3, 1.0, excluded=True)])
+    elsewhere = [{"example_id": f"q{i}", "question": f"question {i}?"} for i in (1, 2)]
     b = write(
-        tmp_path / "b", [row(7, 1.0, example_id="q1"), row(8, 0.0, example_id="q2"), row(3, 0.0), row(9, 1.0)]
+        tmp_path / "b", [row(7, 1.0, **elsewhere[0]), row(8, 0.0, **elsewhere[1]), row(3, 0.0), row(9, 1.0)]
     )
     (found,) = compare(a, b)
     assert found.result.questions == 2
@@ -83,8 +86,23 @@ def test_only_shared_questions_count_and_modes_can_be_compared(tmp_path: Path) -
         compare(f"{both}:rag", a)
     with pytest.raises(UserError, match=r"share no question: a has nq \(agent\) against c has"):
         compare(a, write(tmp_path / "c", [row(0, 1.0, task="other")]))
+    with pytest.raises(UserError, match="share no question"):  # with the ids of a, of another seed
+        compare(a, write(tmp_path / "d", [row(0, 1.0, question="another?")]))
     with pytest.raises(UserError, match=r"no metric 'choice'"):
         compare(a, b, "choice")
+
+
+def test_an_unfinished_side_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [write(tmp_path / name, [row(0, 1.0)]) for name in "ab"]
+    assert main(["compare", *folders]) == 0
+    assert capsys.readouterr().err == ""
+    settings = {"label": "b", "tasks": {"nq": {}}, "modes": ["agent"], "limit": 1, "samples": 1}
+    (tmp_path / "b" / "settings.json").write_text(json.dumps(settings))
+    EvalResultsFile(tmp_path / "b", settings | {"limit": 2}).add(row(1, 1.0))  # it grows, and is killed
+    assert main(["compare", *folders]) == 0
+    assert capsys.readouterr().err.startswith(
+        f"sorl-eval: {folders[1]} holds an unfinished evaluation, in which"
+    )
 
 
 def test_samples_are_averaged_and_doubled_ids_told_apart(tmp_path: Path) -> None:
@@ -100,6 +118,13 @@ def test_answers_to_one_question_are_averaged_before_the_interval() -> None:
     (entry,) = summarize([row(i, float(i == 0), sample=n) for i in range(2) for n in range(50)])
     assert (entry["questions"], entry["samples"]) == (2, 50)
     assert entry["metrics"]["em"] == dataclasses.asdict(mean_interval([1.0, 0.0]))
+
+
+def test_questions_with_options_are_averaged_beside_open_ones() -> None:
+    (entry,) = summarize([row(0, 1.0), row(1, 0.0), row(2, 0.0, scores={"choice": 1.0})])
+    assert (entry["questions"], entry["main"]) == (3, "em")
+    assert (entry["metrics"]["em"]["mean"], entry["metrics"]["choice"]["mean"]) == (0.5, 1.0)
+    assert scores("A", (), {"A": "yes"}) == {"choice": 0.0}  # whose right option is not known
 
 
 def summary(label: str, rows: Sequence[EvalResult], is_sample: bool = False) -> dict[str, Any]:

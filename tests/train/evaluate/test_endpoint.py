@@ -130,7 +130,7 @@ def test_an_evaluation_stopped_by_an_outage_goes_on_when_the_server_is_back(
     with serving(folder, vllm=True) as served:
         whole = evaluate(tmp_path / "whole", *served_as(served, *options[2:]))
     with serving(folder, vllm=True) as served:
-        command = [*served_as(served, "--timeout_s", "0.4"), *options]
+        command = [*served_as(served, "--timeout_s", "2"), *options]
         knobs = [f"--task_args.{key}={value}" for key, value in WORLD.items()]
         command += [*knobs, "--out", str(tmp_path / "broken")]
         served.requests = Stopper(served)  # type: ignore[assignment]

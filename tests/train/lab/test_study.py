@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +85,7 @@ def test_packaged_studies_are_valid() -> None:
     turns = {run.arm: run.config for run in load_study("turn_credit").runs}
     assert {"grpo", "mt_grpo", "gigpo"} <= set(turns) and turns["gigpo"].loss.gamma == 0.95
     assert load_study("alarm").runs[0].config.optim.warmup_ratio == 1.0
-    assert len(load_study("smollm2_severe").runs) == 8 and len(load_study("qwen_severe").runs) == 5
+    assert len(load_study("smollm2_severe").runs) == 3 * 8 and len(load_study("qwen_severe").runs) == 5
 
 
 def test_an_axis_may_have_named_settings(tmp_path: Path) -> None:
@@ -97,6 +99,18 @@ def test_an_axis_may_have_named_settings(tmp_path: Path) -> None:
     ]
     assert [run.config.update.epochs for run in runs[:2]] == [1, 3]
     assert runs[1].config.optim.lr == 1e-3 and runs[1].facts["reuse"] == "thrice"
+
+
+def test_values_of_an_axis_may_be_lists_and_hardly_differ(tmp_path: Path) -> None:
+    axes = {
+        "task_args.hops": [[1], [1, 2]],
+        "update.steps": [1_000_000, 1_000_001],
+        "optim.lr": [0.1, 0.1000001],
+    }
+    runs = load_study(str(write_study(tmp_path / "mine.yaml", axes=axes, settings={}, seeds=[0]))).runs
+    assert len({run.cell for run in runs}) == len(runs) == 16
+    assert runs[0].cell == "ppo, task_args.hops=[1], update.steps=1000000, optim.lr=0.1"
+    assert runs[7].config.task_args["hops"] == [1, 2] and runs[7].facts["task_args.hops"] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +130,7 @@ def test_an_axis_may_have_named_settings(tmp_path: Path) -> None:
         ({"settings": ["algo"]}, r"settings: \['algo'\]: expected"),
         ({"seeds": []}, "seeds: .*: expected a list"),
         ({"seeds": [0, 0]}, "seed 0 is there twice"),
+        ({"axes": {"optim.lr": [1e-3, 1e-3]}}, "optim.lr=0.001, seed 0 is there twice"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
@@ -202,6 +217,8 @@ def test_results_are_json_and_a_table_of_medians(tmp_path: Path) -> None:
     results = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert [row["max_grad_norm"] for row in results] == [2.0, 2.0, None]
     assert [row["collapse_step"] for row in results] == [None, None, 2.0]
+    write_results(dataclasses.replace(study, runs=study.runs[:1]), tmp_path)
+    assert (tmp_path / "results.jsonl").read_text().splitlines() == lines  # those of the others, too
     *_, ppo, so_grpo = table(results).splitlines()
     assert ppo.startswith("| ppo | 2 | 0.800 (0.800-0.800) | 0.400 (0.200-0.600) | 0.50 (0.25-0.75) |")
     assert ppo.endswith(
@@ -209,6 +226,30 @@ def test_results_are_json_and_a_table_of_medians(tmp_path: Path) -> None:
     )
     assert so_grpo.startswith("| so_grpo | 1 | 0.800 | 0.600 | 0.75 |")
     assert so_grpo.endswith("| 2 | 0.25 | 2.0e-04 | 0/1 | 0/1 |")
+    shutil.rmtree(tmp_path / "runs")  # to save space: what was measured stays
+    assert write_results(dataclasses.replace(study, runs=study.runs[:1]), tmp_path) == results[:1]
+    assert sorted((tmp_path / "results.jsonl").read_text().splitlines()) == sorted(lines)
+
+
+def test_a_table_of_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run without an evaluation is left out by name; later the run folders are gone, and the table still prints."""
+    path = write_study(tmp_path / "mine.yaml", axes={"optim.lr": [1e-4, 1e-3]}, seeds=[0])
+    good, bad, *_ = load_study(str(path)).runs
+    (tmp_path / "runs").mkdir()
+    for run, curve in ((good, [0.5, 0.8]), (bad, [])):
+        RunDir(run_with(tmp_path / "runs" / run.id, curve)).summary.write_text("{}")
+    for is_gone in (False, True):
+        for command, row in (
+            ("stability", f"| {good.cell} | 1 | 0.800 "),
+            ("compare", "| ppo | 0.0001 | 0.80 "),
+        ):
+            assert main([command, "--config", str(path), "--out", str(tmp_path), "--table"]) == 0
+            out, error = capsys.readouterr()
+            said = (
+                f"sorl-lab: {bad.cell}, seed 0 is not in the table: {tmp_path}/runs/{bad.id}: no evaluation"
+            )
+            assert row in out and error.startswith(said) is not is_gone
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
 from sorl_env.trajectory import StopReason, Trajectory, Turn
-from sorl_train.learner.batch import collate
+from sorl_train.learner.batch import Collected, collate, load_waiting, save_waiting
 
 from ...trajectories import make_trajectory
 
@@ -63,3 +65,16 @@ def test_groups_stay_together_where_prompts_are_shared() -> None:
     ]
     orders = [[i.tolist() for i, _ in collate(lone).micro_batches(2, by_group=by)] for by in (True, False)]
     assert orders[0] == orders[1] == [[1, 2], [0]]
+
+
+def test_waiting_batches_keep_their_scores_whatever_a_filter_would_choose_now(tmp_path: Path) -> None:
+    """A resume may raise the limits, and then other groups have a signal."""
+    rows = [trajectory(str(n), list(range(n)), [-1] + [0] * (n - 1), [1.0]) for n in (3, 9, 5)]
+    batch = collate(rows).rows([2, 0])
+    batch = batch.with_fields(old_log_probs=torch.rand(batch.action_mask.shape))
+    save_waiting(tmp_path, [Collected(rows, batch), Collected(rows[:1], None)])
+    scored, empty = load_waiting(tmp_path, collate)
+    assert scored.batch is not None and scored.batch.ids == ("5", "3")
+    assert torch.equal(scored.batch.old_log_probs, batch.old_log_probs)
+    assert torch.equal(scored.batch.token_ids, batch.token_ids)
+    assert [t.id for t in scored.trajectories] == ["3", "9", "5"] and empty.batch is None

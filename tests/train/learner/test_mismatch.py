@@ -14,7 +14,7 @@ from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from sorl_env.errors import UserError
 from sorl_env.trajectory import Trajectory
-from sorl_train import cli, engine
+from sorl_train import cli, engine, train_sft
 from sorl_train.config.files import load_config
 from sorl_train.learner.batch import Batch, collate
 from sorl_train.learner.mismatch import check_mismatch, mismatch_limit, sampled_by, turn_mismatch
@@ -23,8 +23,9 @@ from sorl_train.models.policy import load_critic, load_tokenizer
 from sorl_train.rollout import sampler
 from sorl_train.rollout.kv_cache import RowCache
 from sorl_train.run.files import read_jsonl as read_metrics
+from sorl_train.run.folder import RunDir
 
-from ..conftest import SHORT, flags, train_short
+from ..conftest import SHORT, QuietDisplay, flags, short_config, train_short
 
 
 # --- faults of a sampler, each planted in a run ---------------------------------------------------------------
@@ -219,6 +220,8 @@ def test_dropout_does_not_move_the_ratios(tiny_folder: str, tmp_path: Path) -> N
         assert line["rollout/mismatch_max"] < 1e-3
     saved = AutoConfig.from_pretrained(run_dir.checkpoints / "step_000002" / "policy")
     assert saved.resid_pdrop == 0.1  # whoever trains it next decides anew
+    config = short_config(model=str(tmp_path / "gpt2"), stage="sft", sft__steps=1, **settings)
+    train_sft.run(config, RunDir.create(tmp_path / "sft", config), QuietDisplay(), False)
 
 
 def test_values_of_a_critic_in_bfloat16_are_not_rounded(tiny_folder: str) -> None:

@@ -191,9 +191,10 @@ def test_a_teacher_alone_moves_each_token_by_its_log_ratio(
     tiny_folder: str, trajectories: list[Trajectory]
 ) -> None:
     """The reverse KL's gradient is the mean over tokens of (log p - log q) d log p; rewards have no part in it, and a
-    trust region, which skips mini-batches without advantages, takes the step."""
+    trust region, which skips mini-batches without advantages, takes the step. Its scale grows, too."""
     options = {"loss.kl_in": "alone", "loss.kl_coef": 1.0, "loss.kl_type": "k2", "optim.max_grad_norm": None}
-    config = short_config(**options, **{"loss.aggregation": "token_mean", "update.trust_kl": 1.0})
+    options |= {"loss.aggregation": "token_mean", "update.trust_kl": 1.0, "update.trust_max_scale": 2.0}
+    config = short_config(**options)
     batch = collate(trajectories)
     teacher = torch.randn(batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(1)) - 3.0
     batch = batch.with_fields(ref_log_probs=teacher * batch.action_mask)
@@ -208,9 +209,13 @@ def test_a_teacher_alone_moves_each_token_by_its_log_ratio(
     update = PolicyUpdate(TorchBackend(model, torch.optim.SGD(model.parameters(), lr=0.1)), config)
     model.zero_grad()
     update.begin_batch()
-    update.step(batch, 0.1, Means())
+    means = Means()
+    batch = batch.with_fields(old_log_probs=found.detach())
+    update.step(batch, 0.1, means)
     torch.testing.assert_close(before - weights_of(model), 0.1 * gradient, atol=1e-6, rtol=1e-4)
     assert float(gradient.norm()) > 0.1
+    update.end_batch(batch, means)
+    assert update.trust is not None and update.trust.scale > 1.0
 
 
 def test_a_mini_batch_without_loss_tokens_does_not_move_the_critic(

@@ -1,4 +1,4 @@
-"""Weights that correct for the sampler: by hand, against verl and TRL, in the loss, and against the exact gradient."""
+"""Weights that correct for the sampler: by hand, against verl and TRL, and in the loss."""
 
 from __future__ import annotations
 

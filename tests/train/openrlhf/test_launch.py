@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from sorl_env.errors import UserError
 from sorl_env.task import Limits
 from sorl_env.trajectory import StopReason
 from sorl_train.config.files import load_config
+from sorl_train.config.run_settings import ClusterConfig
 from sorl_train.config.schema import flatten
 from sorl_train.config.settings import TrainConfig
 from sorl_train.learner.batch import Batch, by_rank, collate, put_together, rows_by_rank
@@ -179,6 +184,16 @@ def test_a_gpu_without_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     engine_limits.check_compilers()
 
 
+def test_a_run_that_would_wait_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
+    engine_limits.check_gpus(ClusterConfig(gpus_per_node=1, vllm_engines=1, vllm_tensor_parallel=1))
+    with pytest.raises(UserError, match="needs 8 GPUs, and torch sees 7"):
+        engine_limits.check_gpus(ClusterConfig(gpus_per_node=8))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    engine_limits.check_gpus(ClusterConfig(gpus_per_node=8))
+
+
 def test_a_kernel_that_is_not_installed_is_refused_and_the_default_needs_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,6 +240,33 @@ def test_steps_are_shown_as_they_are_logged(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     follow(process, run_dir, Display(), deadline_s=60.0, from_step=0)
     assert shown == [(1, 2.0), (2, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("log", "interrupted"),
+    [
+        ("sorl_train.openrlhf.train_step.Stopped: stopped after step 3\n", True),
+        ("OSError: no space\n", False),
+    ],
+)
+def test_a_run_that_breaks_down_after_ctrl_c_was_not_interrupted(
+    log: str, interrupted: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "openrlhf.log").write_text(log)
+    ends = "import time; time.sleep(2); raise SystemExit(1)"
+    process = subprocess.Popen([sys.executable, "-c", ends], start_new_session=True)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        follow(process, RunDir(tmp_path), QuietDisplay(), deadline_s=60.0, from_step=0)
+    assert process.returncode == 1 and RunDir(tmp_path).stop_file.exists()
+
+
+def test_what_ended_an_earlier_start_did_not_end_this_one(tmp_path: Path) -> None:
+    (tmp_path / "openrlhf.log").write_text("Stopped: stopped after step 3\n")
+    with launch._process(["--no-such-flag"], dict(os.environ), RunDir(tmp_path)) as process:
+        process.wait()
+    assert "stopped after step 3" not in launch._breakdown(process.returncode, RunDir(tmp_path))
+    assert (tmp_path / "openrlhf.log").read_text().startswith("Stopped: ")
 
 
 def test_the_cause_of_death_is_found_in_the_log() -> None:

@@ -78,6 +78,9 @@ SOURCES = {
         "self.critic, self.critic_optim, self.critic_scheduler = strategy.prepare",
         'os.path.join(args.ckpt.path, "_critic")',
     ],
+    WORKER + "launcher:ReferenceModelActor.init_model_from_pretrained": [
+        "self.model = self.strategy.prepare(model)"
+    ],
     TRAINER + "ppo_trainer:BasePPOTrainer.init_checkpoint_states": [
         'os.path.join(self.args.ckpt.path, "_actor")'
     ],
@@ -90,7 +93,10 @@ SOURCES = {
     TRAINER + "ppo_utils.samples_generator:SamplesGenerator._generate_vllm": [
         "self._process_response_into_experience(response"
     ],
-    TRAINER + "ppo_utils.samples_generator:SamplesGenerator.generate_eval_samples": ["self.eval_dataloader"],
+    TRAINER + "ppo_utils.samples_generator:SamplesGenerator.generate_eval_samples": [
+        "self.eval_dataloader",
+        "num_prompts=self.args.rollout.batch_size",
+    ],
     WORKER + "vllm_engine:RolloutRayActor.generate_responses": ["llm_engine=self"],
     WORKER + "vllm_engine:create_vllm_engines": ["RolloutRayActor.options("],
     # the value head: its norm joins the gradient's, and the critic's outputs come without OpenRLHF's own head
@@ -147,13 +153,14 @@ def test_names_that_are_replaced_or_called() -> None:
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 
     from sorl_train.openrlhf.rendezvous import rendezvous_port
-    from sorl_train.openrlhf.workers import ACTOR, CRITIC, CriticWorker, PolicyWorker
+    from sorl_train.openrlhf.workers import ACTOR, CRITIC, CriticWorker, PolicyWorker, ReferenceWorker
 
     assert (ACTOR, CRITIC) == ("_actor", "_critic")  # as in ``SOURCES``
     for worker in (found_at(ACTOR_MODEL), found_at(CRITIC_MODEL)):
         for method in ("init_model_from_pretrained", "reload_states", "offload_states"):
             assert hasattr(worker, method), f"{worker}.{method} is gone"
-    assert PolicyWorker._get_free_port is CriticWorker._get_free_port is rendezvous_port
+    for worker in (PolicyWorker, CriticWorker, ReferenceWorker):
+        assert worker._get_free_port is rendezvous_port
     for module in (ppo_trainer, ppo_trainer_async):
         assert hasattr(module, "prepare_datasets") and hasattr(module, "SamplesGenerator")
     for trainer in (plain(ppo_trainer.PPOTrainer), plain(ppo_trainer_async.TrainingActor)):
@@ -214,6 +221,8 @@ def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: flo
     asked: list[dict[str, Any]] = []
 
     class Evaluator:
+        args = argparse.Namespace(rollout=argparse.Namespace(batch_size=2))
+
         def generate_eval_samples(self, **how: Any) -> list[Any]:
             asked.append(how)
             return []
@@ -227,6 +236,7 @@ def test_an_evaluation_draws_as_the_local_engines(temperature: float, top_p: flo
     step.recorder = Recorder(step.config, run_dir, step.eval_env.task, Display(sys.stdout))
     assert step.evaluate_policy(4, search_off=True) == {}
     assert [(how["temperature"], how["top_p"]) for how in asked] == [(temperature, top_p)]
+    assert Evaluator.args.rollout.batch_size == 4  # all at once, not batch after batch
 
 
 def parser_of_openrlhf() -> argparse.ArgumentParser:

@@ -197,9 +197,22 @@ def test_what_is_not_finite_takes_no_step(
     lose(o, torch.full((1, 4), log_ratio), advantage)
     optimizer.step()
     assert weight.item() == 0.0 and "no step is taken" in caplog.text
+    weight.grad = torch.ones(1)
     lose(o, torch.zeros(1, 4))  # nothing of it stays
     optimizer.step()
     assert weight.item() == -1.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_moments(kind: Any) -> None:
+    o, weight = objective(), torch.nn.Parameter(torch.ones(1))
+    optimizer = kind([weight], lr=0.1)
+    o.steps.attach(optimizer)
+    for log_ratio, gradient in ((math.nan, math.nan), (0.0, 1.0)):
+        lose(o, torch.full((1, 4), log_ratio))
+        weight.grad = torch.full((1,), gradient)
+        optimizer.step()
+    assert 0.8 < weight.item() < 1.0
 
 
 def test_no_tokens_and_no_signal() -> None:

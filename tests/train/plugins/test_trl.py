@@ -265,6 +265,14 @@ def test_dropout_is_no_kl_of_the_trust_region(tool_policy: ToolPolicy, tmp_path:
         ({"importance_sampling_level": "sequence"}, "the algorithm has its level"),
         ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5 changes TRL's own loss"),
         ({"off_policy_mask_threshold": 1.0}, "off_policy_mask_threshold=1.0 changes"),
+        (
+            {
+                "sorl": SorlOptions("grpo", trust_kl=0.01),
+                "steps_per_generation": 3,
+                "gradient_accumulation_steps": 2,
+            },
+            "3 micro-batches .* do not go with gradient_accumulation_steps=2",
+        ),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
@@ -280,7 +288,9 @@ def test_options_that_would_do_nothing_are_refused(
         ({"algorithm": "so_ppo"}, "has no critic; choose from grpo, gspo, so_grpo"),
         ({"algorithm": "rloo"}, "is not one that TRL's GRPOTrainer can run"),
         ({"trust_kl": 0.0}, "trust_kl must be above 0"),
-        ({"trust_max_scale": 0.5}, "at least 1"),
+        ({"trust_kl": 0.01, "trust_max_scale": 0.5}, "at least 1"),
+        ({"trust_max_scale": 2.0}, "no effect without trust_kl"),
+        ({"algorithm": "grpo", "clip_bias_delta": 0.5}, "no effect on 'grpo'"),
     ],
 )
 def test_mistakes(options: dict[str, Any], message: str) -> None:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from sorl_tools.index.build.build import build
+from sorl_train.config.files import load_config
 from sorl_train.preflight import doctor
 from sorl_train.preflight import preflight as doctor_checks
+from sorl_train.run.folder import RunDir
 
 from ...tools.loopback import LoopbackServer
 
@@ -91,10 +93,15 @@ def serve() -> Iterator[Serve]:
     """Starts stand-ins for retrieval servers."""
     running: list[LoopbackServer] = []
 
-    def start(fingerprint: str | None = None, status: int = 200, body: bytes = b'{"result": [[]]}') -> str:
+    def start(
+        fingerprint: str | None = None,
+        status: int = 200,
+        body: bytes = b'{"result": [[]]}',
+        passages: int | None = 9,
+    ) -> str:
         running.append(LoopbackServer(lambda request: (status, body)))
         if fingerprint is not None:
-            running[-1].health = 200, json.dumps({"fingerprint": fingerprint, "passages": 9}).encode()
+            running[-1].health = 200, json.dumps({"fingerprint": fingerprint, "passages": passages}).encode()
         return running[-1].address
 
     yield start
@@ -122,6 +129,15 @@ def test_the_quickstart(examine: Examine, tmp_path: Path, monkeypatch: pytest.Mo
     status, found = examine([])
     assert status == 0 and not found
     assert list(tmp_path.iterdir()) == []  # it changes nothing
+
+
+def test_a_resume_is_checked_with_the_settings_of_its_run(world: World, examine: Examine) -> None:
+    folder = world.folder / "runs" / "one"
+    whole = {"rollout.batch_size": 4, "update.mini_batch_size": 4}
+    RunDir.create(folder, load_config("quickstart", world.options | whole))
+    (world.folder / "data.jsonl").unlink()
+    status, found = examine(["--resume", "--run_dir", str(folder)])
+    assert status == 1 and "data.jsonl" in found["data"]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +257,7 @@ def test_a_server_that_is_none(
 def test_a_server_of_another_make(world: World, examine: Examine, serve: Serve) -> None:
     status, found = examine(with_server(world, serve()))
     assert status == 0 and not found
+    assert examine(with_server(world, serve("sha256:beef", passages=None))) == (0, {})
 
 
 def test_a_server_that_holds_another_index(world: World, index: Path, examine: Examine, serve: Serve) -> None:

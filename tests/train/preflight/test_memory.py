@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers (the train extra)")
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from sorl_env.task import Limits
 from sorl_train.config.run_settings import HardwareConfig, RolloutConfig
@@ -100,6 +100,14 @@ def test_the_shape_of_a_real_model(tmp_path: Path, tied: bool) -> None:
     assert (shape.layers, shape.key_value_width, shape.vocabulary) == (2, 2 * 4, 64)
 
 
+def test_the_shape_of_a_model_that_also_reads_images(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = sizes | {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+    Gemma3Config(text_config=text, vision_config=sizes | {"image_size": 28}).save_pretrained(tmp_path)
+    shape = model_shape(str(tmp_path))
+    assert (shape.layers, shape.hidden, shape.heads, shape.key_value_width) == (2, 16, 4, 2 * 8)
+
+
 def test_lora_counts_the_adapters(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft (the train extra)")
     model = llama()
@@ -177,7 +185,7 @@ def test_zero_3_with_offloading_by_hand() -> None:
     assert 4 * of_actions + chunks > block + 2 * 8000 + 2 * 100 > logits
     assert memory.phases["policy update"] == 2 * 8000 + stored + 4 * of_actions + chunks
     assert memory.phases["critic update"] == 2 * critic + stored + block + 2 * 100
-    assert memory.phases["scoring, reference"] == 2 * 8000 + 2 * 2 * 100 * 10 + 6 * 2 * 100 * 50
+    assert memory.phases["scoring, reference"] == 2 * 8000 + 2 * 2 * 100 * 10 + 60 * 50 * 2 * (2 + 4 * 4)
     # two rows, as of the reference, beside weights that arrive
     assert memory.phases["scoring, critic"] == 2 * 2 * critic + 2 * 2 * 100 * (4 * 10 + 3 * 20)
     assert memory.host == {

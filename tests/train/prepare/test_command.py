@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -12,6 +13,7 @@ import pytest
 from sorl_env import UserError, load_examples, load_task
 from sorl_train.prepare.build import MANIFEST
 from sorl_train.prepare.cli import main
+from sorl_train.run.files import atomic_write
 
 from .files import SHARED, datasets, jsonl, made, rows_of
 
@@ -48,11 +50,53 @@ def test_unreadable_rows(tmp_path: Path) -> None:
     assert manifest["files"]["train.jsonl"]["dropped"] == {"unreadable": 1}
 
 
-def test_a_second_call_with_fewer_splits_leaves_nothing_stale(prepared: Path, tmp_path: Path) -> None:
-    assert (prepared / "overlap.jsonl").exists()
-    made("nq", prepared, f"test={tmp_path / 'b.jsonl'}")
-    assert sorted(path.name for path in prepared.iterdir()) == ["sorl_data.json", "test.jsonl"]
-    assert set(json.loads((prepared / MANIFEST).read_text())["files"]) == {"test.jsonl"}
+def test_a_second_call_takes_no_split_away_and_leaves_nothing_stale(prepared: Path, tmp_path: Path) -> None:
+    train, test = f"train={tmp_path / 'a.jsonl'}", f"test={tmp_path / 'b.jsonl'}"
+    before = {path.name: path.read_bytes() for path in prepared.iterdir()}
+    with pytest.raises(UserError, match=r"nq holds the train split of an earlier call.*or give a new folder"):
+        made("nq", prepared, test)
+    assert {path.name: path.read_bytes() for path in prepared.iterdir()} == before
+    made("nq", tmp_path / "alone", train, against=[prepared / "test.jsonl"])
+    assert (tmp_path / "alone" / "overlap.jsonl").exists()
+    made("nq", tmp_path / "alone", train)
+    assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == ["sorl_data.json", "train.jsonl"]
+    assert set(json.loads((tmp_path / "alone" / MANIFEST).read_text())["files"]) == {"train.jsonl"}
+
+
+@pytest.mark.parametrize("written", range(5))
+def test_a_call_that_was_cut_short_is_given_again(
+    written: int, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No manifest is ever beside data that it does not describe, in a new folder or in one prepared before."""
+    sources = [f"train={tmp_path / 'b.jsonl'}", f"test={tmp_path / 'a.jsonl'}"]
+    whole = made("nq", tmp_path / "whole", *sources)
+    for out in (prepared, tmp_path / "new"):
+        names: list[str] = []
+
+        def full_disk(path: Path, text: str, names: list[str] = names) -> None:
+            if len(names) == written:
+                path.with_name(f".{path.name}.12345678.unfinished").write_text(
+                    text[:9]
+                )  # as a kill leaves it
+                raise OSError(errno.ENOSPC, "No space left on device")
+            names.append(path.name)
+            atomic_write(path, text)
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr("sorl_train.prepare.build.atomic_write", full_disk)
+            made("nq", out, *sources)
+        if (out / MANIFEST).exists():
+            for name, entry in json.loads((out / MANIFEST).read_text())["files"].items():
+                assert hashlib.sha256((out / name).read_bytes()).hexdigest() == entry["sha256"]
+        assert made("nq", out, *sources) == whole
+        assert (out / "train.jsonl").read_bytes() == (tmp_path / "whole" / "train.jsonl").read_bytes()
+
+
+def test_dropping_all_questions_is_refused(prepared: Path, tmp_path: Path) -> None:
+    same = tmp_path / "a.jsonl"
+    with pytest.raises(UserError, match="--drop exact: all train questions are for testing, too"):
+        made("nq", tmp_path / "out", f"train={same}", f"test={same}", drop="exact")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_hub_out_of_reach(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_a_finished_run(make_run: MakeRun, tmp_path: Path) -> None:
     assert page == tmp_path / "new" / "report.html"
     text = text_of(page)
     assert len(text) < 300_000, "ten dialogues and forty steps make a small page"
-    figures = (">0.620<", ">0.973<", ">0.012<", "3 min 51 s", "1.8 GB")
+    figures = (">0.620<", ">0.973<", ">0.012<", "3 min 51 s", "1.9 GB")  # 1840.5 MiB
     for expected in ("so_ppo on minihop", "finished, 40 steps", *figures):
         assert expected in text
     assert "<dt>loss.clip_bias_norm</dt><dd>rms</dd>" in text
@@ -102,6 +102,22 @@ def test_missing_and_broken_files_are_named(make_run: MakeRun, tmp_path: Path) -
     assert "step_000040.jsonl:12: not valid JSON" in read.notes[-1]
     assert read.last_step == 39 and len(read.dialogues) == 10
     assert "6 notes about missing data" in text_of(write_report([run], tmp_path / "report.html"))
+
+
+def test_numbers_that_no_float_can_hold_are_left_out(make_run: MakeRun, tmp_path: Path) -> None:
+    run, huge = make_run(tmp_path / "run"), "7" * 400
+    steps = run / "trajectories" / "step_000040.jsonl"
+    steps.write_text(re.sub(r'"metadata": ?"[^"]*"', '"metadata": {}', steps.read_text(), count=1))
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write(
+            f'{{"step": 1e999}}\n{{"step": {huge}}}\n{{"step": 41, "loss/x": {huge}, "eval/success": {huge}}}\n'
+        )
+    read = read_run(run, "run")
+    assert read.last_step == 41 and read.results["final_success"] < 1
+    assert [note.partition(" ")[0] for note in read.notes] == [
+        "metrics.jsonl:42", "metrics.jsonl:43", "trajectories/step_000040.jsonl",
+    ]  # fmt: skip
+    assert "3 notes about missing data" in text_of(write_report([run], tmp_path / "report.html"))
 
 
 def test_only_metrics(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 
 import pytest
 from rich.console import Console
@@ -19,6 +21,20 @@ STEP = {
     "loss/approx_kl": 0.00123,
     "time/tokens_per_s": 1834.4,
 }
+
+
+@pytest.mark.parametrize("buffering", [0, -1])  # PYTHONUNBUFFERED, or not
+def test_a_run_goes_on_when_nobody_reads_its_lines(
+    buffering: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with io.TextIOWrapper(os.fdopen(writer, "wb", buffering), write_through=not buffering) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        for display in (make_display(), make_display()):
+            display.message("a line")
+    said = "sorl-train: nobody reads the output any more; the run goes on, and Ctrl-C ends it\n"
+    assert capsys.readouterr().err == said  # once
 
 
 class Clock:
@@ -131,4 +147,4 @@ def test_pipes_ci_and_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyP
 
 def test_the_summary_has_units_and_leaves_out_what_is_missing() -> None:
     block = summary_block({"wall_s": 61.2, "peak_rss_mb": 1834.2, "best_step": None, "parameters": 487584})
-    assert block.splitlines() == ["wall        1 min 01 s", "peak rss    1,834 MB", "parameters  487,584"]
+    assert block.splitlines() == ["wall        1 min 01 s", "peak rss    1.9 GB", "parameters  487,584"]

@@ -19,14 +19,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import lru_cache
-from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sorl_env.errors import UserError
+from sorl_env.errors import UserError, installed
 from sorl_env.folders import cache_folder, missing_folders, remove_empty
 from sorl_tools.corpus import Corpus, PassageFile, check_corpus
 from sorl_tools.index.build.bm25 import CHUNK, PostingsBuilder
@@ -83,7 +82,9 @@ def build(
         options[DENSE] = {name: str(value) for name, value in dataclasses.asdict(dense).items()}
     if backend == "hybrid":
         options["hybrid"] = {"rrf_k": rrf_k, "depth": depth}
-    request = json.dumps({"backend": backend, "corpus": corpus.fingerprint(), **options})
+    # what embedded vectors depend on; other options may change until the build is finished
+    prefix = None if encoder is None else encoder.prefixes.passage
+    request = json.dumps({"corpus": corpus.fingerprint(), "passage_prefix": prefix})
     with _building(out.expanduser(), request, restart) as folder:
         return _build(corpus, folder, backend, options, dense, encoder, progress or Progress(quiet=True))
 
@@ -105,8 +106,8 @@ def _building(out: Path, request: str, restart: bool) -> Iterator[Path]:
             begun = file.read()  # nothing if a build was killed before it wrote its request
             if begun not in ("", request) and not restart:
                 raise UserError(
-                    f"{out}: it holds an unfinished build of another corpus or with other options; finish that build "
-                    "with its own command, or add --restart to begin again"
+                    f"{out}: it holds an unfinished build of another corpus, of another kind or with another prefix of "
+                    "passages; finish that build with its own command, or add --restart to begin again"
                 )
             if restart or not begun:
                 _remove(out, (EMBEDDED, NAME))
@@ -224,13 +225,8 @@ def _copy_passages(
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # not installed, so it was not used
-    return found
+    found = {name: version for name in _PACKAGES if (version := installed(name))}
+    return {"python": platform.python_version(), **found}
 
 
 _open = lru_cache(maxsize=4)(open_index)

@@ -45,13 +45,22 @@ class DenseOptions:
 def check_options(options: DenseOptions) -> Encoder:
     """The encoder, if all options can be met; checked before the corpus is read. Raises ``UserError`` if an option
     cannot be met."""
-    faiss_module()
+    faiss = faiss_module()
     factory_string(options.faiss, 2, 1)
     if options.vectors is not None and not options.vectors.is_file():
         raise UserError(f"--vectors {options.vectors}: no such file")
-    return open_encoder(
+    encoder = open_encoder(
         options.model, options.encoder, options.query_prefix, options.passage_prefix, options.device
     )
+    if factory := factory_string(options.faiss, encoder.dim, 1):
+        try:
+            faiss.index_factory(encoder.dim, factory, faiss.METRIC_INNER_PRODUCT)
+        except RuntimeError as error:
+            raise UserError(
+                f"--faiss {factory}: FAISS knows no such index of {encoder.dim} elements ({faiss_reason(error)}); "
+                "give another kind"
+            ) from error
+    return encoder
 
 
 def factory_string(kind: str, dim: int, passages: int) -> str:

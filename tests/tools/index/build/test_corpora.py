@@ -59,7 +59,7 @@ def test_parquet_of_both_kinds(tmp_path: Path) -> None:
 def test_texts_are_split_into_passages_of_about_100_words(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     words = [f"w{i}" for i in range(250)]
-    (tmp_path / "deep" / "notes.md").write_text("intro\n\n## The *real* title\n" + " ".join(words))
+    (tmp_path / "deep" / "notes.md").write_text("\ufeff## The *real* title\n\n" + " ".join(["intro", *words]))
     (tmp_path / "a.txt").write_text("short text")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "skipped.pdf").write_text("x")
