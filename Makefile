@@ -80,7 +80,7 @@ $(smollm2): | $(VENV)/.gguf $(VENV)/.smollm2
 openrlhf: $(VENV)-openrlhf/.dev ## a second environment: OpenRLHF, Ray, vLLM and DeepSpeed on a CPU, to test and to try
 
 test-openrlhf: $(VENV)-openrlhf/.dev ## the tests of that environment
-	$(openrlhf_bin)/python -m pytest -m openrlhf $(ARGS)
+	$(openrlhf_bin)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m openrlhf $(ARGS)
 
 # fast-deps reads the metadata of the large wheels (1.7 GB) and leaves them where they are; in a dry run that takes a newer
 # pip than Python 3.10 to 3.13 come with.

@@ -1,4 +1,4 @@
-"""From a cold-started policy, ten steps of SO-PPO through Ray, vLLM and DeepSpeed find the last hop."""
+"""From a cold-started policy, six steps of SO-PPO through Ray, vLLM and DeepSpeed find the last hop."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from .conftest import metrics
 
 pytestmark = [pytest.mark.openrlhf, pytest.mark.slow]
 
-# The cold start of seed 3 tries the last hop often enough. From seed 0, ten steps brought .07 to .19, which depended on
-# the order of the replies of vLLM.
+# Half of the demonstrations of the longest questions stop one hop early. If three in four do, as in
+# configs/minihop.yaml, the cold start seldom tries the last hop, and the rounding of the processor decides how fast RL
+# rises: by .09 or by .30 in ten steps of this test, with AVX2 and with AVX-512.
 COLD_START = {
     "stage": "sft",
     "seed": 3,
+    "task_args.hasty": 0.5,
     "hardware.device": "cpu",
     "tiny.hidden_size": 96,  # as in configs/openrlhf_cpu.yaml
     "tiny.num_layers": 3,
     "tiny.num_heads": 3,
 }
-# Twice the rate of configs/minihop.yaml, for which ten steps are enough, with a trust region to bear it.
+# Twice the rate of configs/minihop.yaml, for which six steps are enough, with a trust region to bear it.
 STEPS = {
     "algo": "so_ppo",
-    "update.steps": 10,
+    "update.steps": 6,
     "update.trust_kl": 0.01,
     "optim.lr": 4e-4,
     "optim.schedule": "constant",
-    "eval.every": 5,
+    "eval.every": 3,
     "eval.search_off": False,
     "log.tensorboard": False,
 }
@@ -57,6 +59,5 @@ def test_success_rises_as_with_the_local_engine(tmp_path: Path) -> None:
     cluster = curve(train(tmp_path / "openrlhf", "openrlhf_cpu", steps))
     local = curve(train(tmp_path / "local", "minihop", steps | LOCAL))
     print(f"greedy success by step: openrlhf {cluster}, local {local}")
-    assert cluster[0] < 0.75
-    assert cluster[10] >= cluster[0] + 0.20
-    assert abs(cluster[10] - local[10]) < 0.15
+    assert cluster[6] >= max(0.90, cluster[0] + 0.20)
+    assert abs(cluster[6] - local[6]) < 0.15

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,13 @@ WORKERS = {
 
 
 def placement() -> list[Counter[str]]:
-    """Of each Ray node on this machine, how many workers of a kind it has."""
+    """Of each Ray node below this process, how many workers of a kind it has: other tests have nodes, too."""
     nodes: dict[int, Counter[str]] = {}
-    for process in psutil.process_iter(["cmdline", "ppid"]):
-        title = " ".join(process.info["cmdline"] or [])
-        if (found := re.match(r"ray::(\w+)", title)) and found[1] in WORKERS:
-            nodes.setdefault(process.info["ppid"], Counter())[WORKERS[found[1]]] += 1
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found = re.match(r"ray::(\w+)", " ".join(process.cmdline()))
+            if found and found[1] in WORKERS:
+                nodes.setdefault(process.ppid(), Counter())[WORKERS[found[1]]] += 1
     return list(nodes.values())
 
 
