@@ -35,7 +35,7 @@ collapse: $(VENV)/.train ## three runs at too high a learning rate: PPO, SO-PPO,
 	@echo "open runs/collapse/report.html: success after each training step"
 
 # What a change has to pass. Recipes, not prerequisites: they keep their order under make -j, and the first failure ends it.
-check: ## lint, the documentation and all tests, as .ci/run calls it (40 minutes on two cores)
+check: ## lint, the documentation and all tests, as .ci/run calls it (an hour on two cores)
 	$(MAKE) lint
 	$(MAKE) docs
 	$(MAKE) test-all

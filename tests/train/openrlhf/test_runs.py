@@ -35,7 +35,7 @@ TASKS = Path(__file__).with_name("tasks")
 def launch(words: Sequence[str]) -> subprocess.Popen[str]:
     """A process that heeds Ctrl-C, which a shell's jobs in the background ignore."""
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
 def check_run_folder(run_dir: Path, steps: int = 2) -> list[dict[str, Any]]:
@@ -144,65 +144,34 @@ def test_a_task_that_raises_and_a_tool_that_times_out(tmp_path: Path) -> None:
     assert lines[1]["loss/ref_kl"] < 1e-6 < lines[1]["rollout/mismatch_kl"]
 
 
-def test_a_run_that_an_error_ends_between_two_steps_is_saved(tmp_path: Path) -> None:
-    """Its prompts cannot be read any more. No checkpoint was due, and yet no step is lost."""
-    run_dir, gone = tmp_path / "run", tmp_path / "gone"
-    settings: dict[str, Any] = {"task": f"{TASKS / 'fading.py'}:make", "task_args": {"gone": str(gone)}}
-    settings |= {"update__steps": 400, "checkpoint__every": 1000}
-    process = launch(command(run_dir, **settings))
-    wait_until_step(run_dir, 1, process)
-    gone.touch()
-    _, stderr = process.communicate(timeout=240)
-    assert process.returncode == 1 and "the questions are gone" in stderr, stderr
-    done = len(metrics(run_dir)) - 1
-    assert f"The run is saved up to step {done}. Go on from there with:" in stderr, stderr
-    gone.unlink()
-    again = train(run_dir, "--resume", **(settings | {"update__steps": done + 1}))
-    assert again.returncode == 0, again.stderr
-    assert [line["step"] for line in metrics(run_dir)] == list(range(done + 2))
-
-
-def test_a_killed_worker_ends_the_run_and_it_resumes(tmp_path: Path) -> None:
-    """A vLLM engine, to which the trainer's workers broadcast; test_worker_watchdog.py ends workers of any kind."""
-    run_dir = tmp_path / "run"
-    process = launch(command(run_dir, update__steps=400, checkpoint__every=1))
-    wait_until_step(run_dir, 2, process, saved=True)
-    names = ("ray::RolloutWorker", "ray::RolloutRayActor")
-    engine = next(number for number, title in processes_of(run_dir) if title.startswith(names))
-    os.kill(engine, signal.SIGKILL)
-    started = time.monotonic()
-    _, stderr = process.communicate(timeout=90)
-    assert time.monotonic() - started < 60
-    assert process.returncode == 1
-    wait_until_nothing_is_left(run_dir)
-    assert " died" in stderr and f"sorl-train --resume --run_dir {run_dir}" in stderr, stderr
-    saved = newest(run_dir)
-    done = train(run_dir, "--resume", update__steps=saved + 1, checkpoint__every=1)
-    assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in metrics(run_dir)] == list(range(saved + 2))
-
-
-def test_a_kill_in_the_middle_of_a_save_and_a_damaged_checkpoint(tmp_path: Path) -> None:
-    """The resume takes neither the half-written checkpoint nor the damaged one before it, and says so.
+def test_an_error_then_a_kill_in_the_middle_of_a_save_and_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """The error saves the run. The kill leaves a half-written checkpoint, and neither it nor a damaged one is taken.
 
     The critic starts from a folder of its own, with a value head that has learned something.
     """
-    run_dir, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    settings = {
-        "critic": trained_critic(tmp_path / "critic"),
-        "sft__steps": 10,
-        "sft__num_demos": 16,
-    }
-    settings |= {"checkpoint__every": 1, "checkpoint__keep": 2, "eval__num_examples_final": 4}
-    process = subprocess.Popen(
-        command(run_dir, update__steps=400, **settings), stdout=subprocess.PIPE, text=True
-    )
-    kill_in_a_save(process, run_dir, after=2)
-    said, _ = process.communicate(timeout=120)
+    run_dir, checkpoints, gone = tmp_path / "run", tmp_path / "run" / "checkpoints", tmp_path / "gone"
+    settings: dict[str, Any] = {"task": f"{TASKS / 'fading.py'}:make", "task_args": {"gone": str(gone)}}
+    settings |= {"critic": trained_critic(tmp_path / "critic"), "sft__steps": 10, "sft__num_demos": 16}
+    settings |= {"checkpoint__keep": 2, "eval__num_examples_final": 4}
+
+    # no checkpoint was due when the prompts could not be read any more, and yet no step is lost
+    process = launch(command(run_dir, update__steps=400, checkpoint__every=1000, **settings))
+    wait_until_step(run_dir, 1, process)
+    gone.touch()
+    said, stderr = process.communicate(timeout=240)
+    assert process.returncode == 1 and "the questions are gone" in stderr, stderr
     assert "with the value head that is there" in said
+    ended = len(metrics(run_dir)) - 1
+    assert f"The run is saved up to step {ended}. Go on from there with:" in stderr, stderr
+    gone.unlink()
+
+    settings["checkpoint__every"] = 1
+    process = launch(command(run_dir, "--resume", update__steps=400, **settings))
+    kill_in_a_save(process, run_dir, after=ended + 2)  # what the error saved goes with the first that is due
+    process.communicate(timeout=120)
     assert list(checkpoints.glob(".step_*/_actor")), "the kill came too late"
     whole = [path.name for path in sorted(checkpoints.glob("step_*"))]
-    assert len(whole) == 2  # neither went before its successor was whole
+    assert len(whole) == 2  # none went before its successor was whole
     head = load_file(checkpoints / whole[0] / "_critic" / "value_head.safetensors")
     assert head["bias"].dtype == torch.float32 and float(head["bias"]) == pytest.approx(0.5, abs=0.01)
     cut = next((checkpoints / whole[1] / "_critic").rglob("*optim_states.pt"))
@@ -238,10 +207,10 @@ def kill_in_a_save(process: subprocess.Popen[str], run_dir: Path, after: int) ->
             break
         log = run_dir / "openrlhf.log"
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-        if not started and (run_dir / "checkpoints" / "step_000001").is_dir():
+        if not started and newest(run_dir) >= after:
             # looking for them takes longer than a save; the trainer, which drives a save, goes first
             started = sorted(processes_of(run_dir), key=lambda found: not found[1].startswith("ray::Trainer"))
-        time.sleep(0.002)
+        time.sleep(0.002 if started else 0.2)
     for process_id, _ in [*started, *processes_of(run_dir)]:
         with suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
@@ -287,8 +256,11 @@ def wait_until_step(run_dir: Path, step: int, process: subprocess.Popen[str], sa
         time.sleep(0.2)
 
 
-def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_path: Path) -> None:
-    """That process is ended, the run resumed and ended by Ctrl-C, which saves it and says how to go on."""
+def test_kills_of_the_launcher_and_of_a_worker_and_ctrl_c(tmp_path: Path) -> None:
+    """A killed launcher leaves the folder to the process that trains on. Each time the run is resumed.
+
+    The worker is a vLLM engine, to which the trainer's workers broadcast; test_worker_watchdog.py ends any kind.
+    """
     run_dir = tmp_path / "run"
     process = launch(command(run_dir, update__steps=400, checkpoint__every=1))
     wait_until_step(run_dir, 1, process, saved=True)
@@ -304,6 +276,19 @@ def test_a_killed_launcher_leaves_the_folder_to_the_process_that_trains_on(tmp_p
     wait_until(lambda: len(metrics(run_dir)) > before)
     os.kill(driver, signal.SIGINT)
     wait_until_nothing_is_left(run_dir)
+
+    process = launch(command(run_dir, "--resume", update__steps=400, checkpoint__every=1))
+    wait_until_step(run_dir, newest(run_dir) + 1, process, saved=True)
+    names = ("ray::RolloutWorker", "ray::RolloutRayActor")
+    engine = next(number for number, title in processes_of(run_dir) if title.startswith(names))
+    os.kill(engine, signal.SIGKILL)
+    started = time.monotonic()
+    _, stderr = process.communicate(timeout=90)
+    assert time.monotonic() - started < 60
+    assert process.returncode == 1
+    wait_until_nothing_is_left(run_dir)
+    assert " died" in stderr and f"sorl-train --resume --run_dir {run_dir}" in stderr, stderr
+
     saved, last = newest(run_dir), metrics(run_dir)[-1]["step"]  # a step may be recorded and not be saved
     process = launch(command(run_dir, "--resume", update__steps=400, checkpoint__every=1000))
     wait_until_step(run_dir, last + 1, process)
